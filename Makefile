@@ -18,7 +18,7 @@ TESTS ?=
 # Of random programs: how long, and more flags for tests/random_programs/run.py, such as --kind ops or --seed 7.
 MINUTES ?= 60
 RANDOM_FLAGS ?=
-# For benchmarks/run_all.py, such as --only pipeline memory, --limit 600 or --no-pictures.
+# For benchmarks/run_all.py, such as --only pipeline mnist, --limit 600 or --no-pictures.
 BENCH_FLAGS ?=
 
 # What a finished .venv says of itself: a venv names its own folder in its scripts, so that one that was moved is broken.

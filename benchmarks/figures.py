@@ -9,6 +9,7 @@ programs must still agree, and tests check that they do.
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import statistics
 import sys
@@ -18,7 +19,9 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from results import Figure
 
@@ -194,11 +197,44 @@ class Figures:
             self.add_spread(f"{name}, {kind}", cost)
 
     def status(self) -> int:
-        """Return the exit status: 1 if `--check` was given and a figure is outside its bounds, else 0."""
+        """Return the exit status: 1 if `--check` was given and a figure is outside its bounds, else 0.
+
+        The record gets the card, too: only now has every script chosen its devices.
+        """
+        self._write({"card": jax.devices()[0].device_kind})
         if self._check and self._short:
             print("falls short: " + "; ".join(self._short), file=sys.stderr)
             return 1
         return 0
+
+
+def drawable(path: str) -> str:
+    """Return the path if a picture can be drawn there; otherwise raise now, not after minutes of measuring."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("it needs matplotlib: pip install 'ipu-jax[plots]'")
+    if not Path(path).absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{str(Path(path).parent)!r} is not a folder: make it first")
+    return path
+
+
+def scanned(loss_of: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return the unsharded program: a function of (params, batch) that scans over micro-batches on one device.
+
+    Args:
+        loss_of: the loss of one micro-batch, a function of (params, microbatch).
+
+    Returns:
+        the mean loss and its gradients.
+    """
+
+    def step(params: Any, batch: Any) -> Any:
+        def add(sums: Any, microbatch: Any) -> Any:
+            return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss_of)(params, microbatch)), None
+
+        sums, _ = lax.scan(add, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), batch)
+        return jax.tree.map(lambda total: total / len(jax.tree.leaves(batch)[0]), sums)
+
+    return step
 
 
 def median_ratio(ones: Sequence[float], others: Sequence[float]) -> float:
@@ -227,6 +263,16 @@ def side_by_side(*calls: Callable[[], Any], rounds: int = 8, warm_up: int = 2) -
     rounds, warm_up = min(rounds, MOST_ROUNDS), min(warm_up, MOST_ROUNDS - 1)
     found = [[cost_of(call) for call in calls] for _ in range(warm_up + rounds)]
     return [Costs(list(costs)) for costs in zip(*found[warm_up:], strict=True)]
+
+
+def in_turn(programs: Mapping[Any, Callable[[], list[Cost]]], rounds: int) -> dict[Any, Costs]:
+    """Return the costs of programs that run a few steps per round: each round's cost is the median of its steps."""
+    found: dict[Any, list[Cost]] = {name: [] for name in programs}
+    for _ in range(rounds + 1):
+        for name, steps in programs.items():
+            of_round = Costs(steps())
+            found[name].append(Cost(of_round.wall, of_round.cpu))
+    return {name: Costs(of_rounds[1:]) for name, of_rounds in found.items()}  # the first round is the warm-up
 
 
 def temporary_bytes(compiled: Any) -> int:

@@ -41,7 +41,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from figures import Bounds, Figures, Program
+from figures import Bounds, Figures, Program, scanned
 from ipu_jax import ALL_IPUS, Pipeline, Stage, configure, make_mesh
 from rivals_of import usual_idiom
 from sharded_ops import embedding, log_softmax_cross_entropy, tied_projection
@@ -221,13 +221,7 @@ def loss_of(params: Any, microbatch: Any, layers: Callable[..., jax.Array] = blo
 
 def unsharded(params: Any, batch: Any, layers: Callable[..., jax.Array] = blocks) -> Any:
     """Return mean loss and gradients, computed on one device by a scan over micro-batches."""
-
-    def add(sums: Any, microbatch: Any) -> Any:
-        found = jax.value_and_grad(partial(loss_of, layers=layers))(params, microbatch)
-        return jax.tree.map(jnp.add, sums, found), None
-
-    sums, _ = lax.scan(add, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), batch)
-    return jax.tree.map(lambda total: total / len(batch["tokens"]), sums)
+    return scanned(partial(loss_of, layers=layers))(params, batch)
 
 
 def _embedded(params: Any, microbatch: Any) -> jax.Array:

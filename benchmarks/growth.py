@@ -10,7 +10,6 @@ steps run in turn. Bytes are reported by XLA.
 
 import argparse
 import dataclasses
-import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import PartitionSpec
 
-from figures import Figures, Program, side_by_side
+from figures import Figures, Program, drawable, scanned, side_by_side
 from ipu_jax import ALL_IPUS, Pipeline, Stage, configure, make_mesh
 from pipeline import layers
 from sharded_ops import log_softmax_cross_entropy, matmul
@@ -156,18 +154,9 @@ def compiled(step: Callable[..., Any], *arguments: Any) -> tuple[Program, float]
 def measured(x: int, line: str, build: Build, rounds: int) -> Point:
     """Compile and run a pipeline and its unsharded program."""
     pipeline, whole, batch, loss_of = build()
-    count = pipeline.options.gradient_accumulation
-
-    def unsharded(whole: Any, batch: Any) -> Any:
-        def add(sums: Any, microbatch: Any) -> Any:
-            return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss_of)(whole, microbatch)), None
-
-        sums, _ = lax.scan(add, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, whole)), batch)
-        return jax.tree.map(lambda total: total / count, sums)
-
     spread = jax.device_put(batch, jax.sharding.NamedSharding(pipeline.mesh, PartitionSpec()))
     ours, our_seconds = compiled(pipeline.value_and_grad, pipeline.shard(whole), spread)
-    dense, dense_seconds = compiled(unsharded, whole, batch)
+    dense, dense_seconds = compiled(scanned(loss_of), whole, batch)
     loss, expected = float(ours()[0]), float(dense()[0])
     times = side_by_side(ours, dense, rounds=rounds)
     ratio, difference = (times[0] / times[1]).wall, abs(loss / expected - 1)
@@ -223,12 +212,6 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=KINDS, help="measure what grows with this alone")
     parser.add_argument("--rounds", type=int, default=8, help="steps of each program (default: %(default)s)")
     parser.add_argument("--plot", type=drawable, metavar="FILE.svg", help="draw the curves")
-
-
-def drawable(path: str) -> str:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("it needs matplotlib: pip install 'ipu-jax[plots]'")
-    return path
 
 
 def main() -> int:

@@ -31,9 +31,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from figures import Cost, Figures, median_ratio
+from figures import Cost, Figures, in_turn, median_ratio
 from mnist_example.model import init_params
-from replicas import REPLICAS, collectives_of
+from replicas import REPLICAS, named
 from rivals_of.torch_pipeline import TorchPipeline
 from rivals_of.workers import NEEDS_TORCH, Workers, torch_is_installed
 
@@ -45,10 +45,6 @@ POPRUN = [sys.executable, "-m", "ipu_jax.distributed.poprun", "--num-replicas", 
 # global batch, bound for step time of 2 instances / 1 instance with 2 replicas, bound for our overhead / torch's
 SIZES = ((256, 1.8, 1.0), (2048, 1.15, 1.0))
 KINDS = ("replicated", "sharded")
-
-
-def weights() -> dict[str, np.ndarray]:
-    return {f"{name}.{k}": np.asarray(w) for name, layer in init_params(0).items() for k, w in layer.items()}
 
 
 def batches() -> dict[str, dict[str, np.ndarray]]:
@@ -71,7 +67,7 @@ def instances(count: int, files: dict[str, Any]) -> Workers:
 
 
 def step_figures(figures: Figures, rounds: int) -> None:
-    fed, start = batches(), weights()
+    fed, start = batches(), named(init_params(0))
     files = {"weights": start, **{f"batch-{name}": batch for name, batch in fed.items()}}
     with instances(2, files) as two, instances(1, files) as one:
         for size, most, _ in SIZES:
@@ -83,17 +79,17 @@ def step_figures(figures: Figures, rounds: int) -> None:
                 programs[f"{kind}, 1 instance"] = steps_of(one, name, program=kind)
             costs = in_turn(programs, rounds)
             for kind in KINDS:
-                of_two, of_one = costs[f"{kind}, 2 instances"], costs[f"{kind}, 1 instance"]
-                what = f"2 instances / 1 instance, {kind}, batch {name}"
-                figures.add(f"step time, {what}", ratio(of_two, of_one, "wall"), most if kind == "sharded" else None)
-                figures.add(f"CPU work, {what}", ratio(of_two, of_one, "cpu"))
+                of_two, where = costs[f"{kind}, 2 instances"], f"{kind}, batch {name}"
+                ratio = of_two / costs[f"{kind}, 1 instance"]
                 figures.add(
-                    f"step time, 2 instances / one program on both cores, {kind}, batch {name}",
-                    ratio(of_two, costs["alone"], "wall"),
+                    f"step time, 2 instances / 1 instance, {where}", ratio.wall, most if kind == "sharded" else None
                 )
+                figures.add(f"CPU work, 2 instances / 1 instance, {where}", ratio.cpu)
+                of_whole = (of_two / costs["alone"]).wall
+                figures.add(f"step time, 2 instances / one program on both cores, {where}", of_whole)
         for kind in KINDS:
             (answer, _) = two.order(do="collectives", program=kind, batch=str(SIZES[0][0]))
-            for collective, (count, _) in collectives_of(answer["hlo"]).items():
+            for collective, (count, _) in answer["collectives"].items():
                 figures.add(f"{collective}s in a step of 2 instances, {kind}", count, 4)
         if torch_is_installed():
             torch_figures(figures, two, one, start, fed, rounds)
@@ -129,20 +125,14 @@ def torch_figures(
                 },
                 rounds,
             )
-            figures.add(
-                f"step time, DDP / torch on both cores, batch {name}", ratio(costs["DDP"], costs["torch's one"], "wall")
-            )
-            figures.add(
-                f"CPU work, DDP / torch on both cores, batch {name}", ratio(costs["DDP"], costs["torch's one"], "cpu")
-            )
-            figures.add(
-                f"step time, 2 instances / DDP, sharded, batch {name}", ratio(costs["ours"], costs["DDP"], "wall")
-            )
-            figures.add(
-                f"CPU work, 2 instances / DDP, sharded, batch {name}", ratio(costs["ours"], costs["DDP"], "cpu")
-            )
+            for what, over in (
+                ("DDP / torch on both cores", costs["DDP"] / costs["torch's one"]),
+                ("2 instances / DDP, sharded", costs["ours"] / costs["DDP"]),
+            ):
+                figures.add(f"step time, {what}, batch {name}", over.wall)
+                figures.add(f"CPU work, {what}, batch {name}", over.cpu)
             overheads = [
-                [a.wall / b.wall for a, b in zip(costs[ours], costs[base], strict=True)]
+                [a.wall / b.wall for a, b in zip(costs[ours].calls, costs[base].calls, strict=True)]
                 for ours, base in (("ours", "our one"), ("DDP", "torch's one"))
             ]
             figures.add(f"overhead of 2 instances / DDP's, sharded, batch {name}", median_ratio(*overheads), bound)
@@ -150,20 +140,6 @@ def torch_figures(
 
 def steps_of(workers: Workers, batch: str, **order: Any) -> Callable[[], list[Cost]]:
     return partial(workers.costs, batch=batch, steps=STEPS, **order)
-
-
-def in_turn(programs: dict[str, Callable[[], list[Cost]]], rounds: int) -> dict[str, list[Cost]]:
-    """Return each program's cost in each round after a warm-up round: the median of a few steps."""
-    costs: dict[str, list[Cost]] = {name: [] for name in programs}
-    for _ in range(rounds + 1):
-        for name, steps in programs.items():
-            found = steps()
-            costs[name].append(Cost(*(statistics.median(getattr(c, kind) for c in found) for kind in ("wall", "cpu"))))
-    return {name: of_rounds[1:] for name, of_rounds in costs.items()}
-
-
-def ratio(ones: list[Cost], others: list[Cost], kind: str) -> float:
-    return median_ratio([getattr(cost, kind) for cost in ones], [getattr(cost, kind) for cost in others])
 
 
 def start_figures(figures: Figures, rounds: int) -> None:
@@ -176,8 +152,9 @@ def start_figures(figures: Figures, rounds: int) -> None:
             rounds,
         )
     what = "to the first step's loss, poprun with 2 instances / 1 process, warm cache"
-    figures.add(f"time {what}", ratio(costs["poprun"], costs["alone"], "wall"), 1.3)
-    figures.add(f"CPU work {what}", ratio(costs["poprun"], costs["alone"], "cpu"))
+    ratio = costs["poprun"] / costs["alone"]
+    figures.add(f"time {what}", ratio.wall, 1.3)
+    figures.add(f"CPU work {what}", ratio.cpu)
 
 
 def comparison_figures(figures: Figures, rounds: int) -> None:

@@ -25,8 +25,7 @@ import numpy as np
 import optax
 
 import gpt
-from figures import Figures
-from growth import drawable
+from figures import Figures, drawable
 from ipu_jax import Pipeline, TrainOptions, configure, make_train_step
 
 PICTURE = "docs/pictures/long_run.svg"

@@ -10,41 +10,22 @@ cores. The figures show how much time is lost, and the CPU work shows how much e
 
 import sys
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from figures import Figures, largest_relative_difference, side_by_side
+from figures import Figures, largest_relative_difference, scanned, side_by_side
 from ipu_jax import configure
 from mnist_example.flags import MODES
 from mnist_example.model import init_params, make_pipeline
+from replicas import loss_fn
 
 # images of a micro-batch, micro-batches per update, bound for the CPU work / the unsharded program's
 SIZES = ((64, 16, 1.10), (8, 84, 1.15))
 
 
-@jax.jit
-def unsharded(params: Any, batch: Any) -> Any:
-    """Return mean loss and gradients, computed on one device by a scan over micro-batches."""
-
-    def loss_of(params: Any, microbatch: Any) -> Any:
-        x = microbatch["images"].reshape(-1, 784) / jnp.float32(255)
-        for layer in (params["hidden"], params["features"]):
-            x = jax.nn.relu(x @ layer["w"] + layer["b"])
-        logits = x @ params["classifier"]["w"] + params["classifier"]["b"]
-        return optax.softmax_cross_entropy_with_integer_labels(logits, microbatch["labels"]).mean()
-
-    def add(sums: Any, microbatch: Any) -> Any:
-        return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss_of)(params, microbatch)), None
-
-    sums, _ = lax.scan(add, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), batch)
-    return jax.tree.map(lambda total: total / len(batch["labels"]), sums)
-
-
+unsharded = jax.jit(scanned(loss_fn))
 LEAST_IMAGES = {"basic": 0.95, "concurrent": 0.93}  # per second, relative to the unsharded program
 
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 
-from figures import Figures, largest_relative_difference, side_by_side, temporary_bytes
+from figures import Figures, largest_relative_difference, scanned, side_by_side, temporary_bytes
 from ipu_jax import Pipeline, Stage, configure
 
 WIDTH, ROWS, LAYERS, STAGES = 1024, 64, 8, 2
@@ -44,18 +43,9 @@ def batch_of(micro_batches: int) -> dict[str, jax.Array]:
 
 
 @jax.jit
-def unsharded(params: Any, batch: Any) -> Any:
-    """Return mean loss and gradients of the whole model on one device, by a scan over micro-batches."""
-
-    def loss_of(params: Any, microbatch: Any) -> Any:
-        return layers_and_loss(params["second"], layers(params["first"], None, microbatch), microbatch)
-
-    def add(sums: Any, microbatch: Any) -> Any:
-        return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss_of)(params, microbatch)), None
-
-    count = batch["x"].shape[0]
-    sums, _ = lax.scan(add, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), batch)
-    return jax.tree.map(lambda total: total / count, sums)
+@scanned
+def unsharded(params: Any, microbatch: Any) -> Any:
+    return layers_and_loss(params["second"], layers(params["first"], None, microbatch), microbatch)
 
 
 def main() -> int:

@@ -10,7 +10,6 @@ cores. Our overhead is compared with torch's.
     python benchmarks/replicas.py [--check]
 """
 
-import re
 import statistics
 import sys
 from collections.abc import Callable
@@ -23,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from figures import Cost, Figures, cost_of, side_by_side
+from figures import Cost, Costs, Figures, cost_of, in_turn, median_ratio, side_by_side
 from ipu_jax import TrainOptions, configure, make_train_step
+from ipu_jax.chips import Program
 from mnist_example.model import init_params
 from rivals_of.torch_pipeline import TorchPipeline
 from rivals_of.workers import NEEDS_TORCH, torch_is_installed
@@ -38,7 +38,6 @@ TORCH_REPLICA = Path(__file__).with_name("rivals_of") / "torch_replica.py"
 SIZES = ((256, 1.8, 0.90), (2048, 1.15, 1.00))
 KINDS = {"replicated": False, "sharded": True}
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather")
-BYTES = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "pred": 1}
 
 
 def loss_fn(params: Any, batch: Any) -> Any:
@@ -86,18 +85,10 @@ class Replicated:
         return self.state.params
 
 
-def collectives_of(hlo: str) -> dict[str, tuple[int, int]]:
+def collectives_of(compiled: Any) -> dict[str, tuple[int, int]]:
     """Return, for each kind of collective, how many of it a program contains, and their results' bytes on one IPU."""
-    found = {}
-    for kind in COLLECTIVES:
-        results = [m[1] for m in re.finditer(rf"= (.*?) {kind}(?:-start)?\(", hlo)]
-        sizes = [
-            BYTES[dtype] * int(np.prod([int(d) for d in dims.split(",") if d]))
-            for result in results
-            for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", result)
-        ]
-        found[kind] = (len(results), sum(sizes))
-    return found
+    sent = {kind: [one.nbytes for one in Program(compiled).collectives if one.op == kind] for kind in COLLECTIVES}
+    return {kind: (len(sizes), sum(sizes)) for kind, sizes in sent.items()}
 
 
 def bytes_on_one_ipu(tree: Any) -> int:
@@ -114,23 +105,20 @@ def torch_figures(figures: Figures, params: Any, batches: dict[str, Any]) -> Non
             split = jax.tree.map(lambda leaf: leaf[:, None], batch)
             one = Unsharded(params, optax.sgd(RATE))
             whole = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
-            costs = _in_turn(partial(ours, split), partial(one, whole), rival, name)
-            ddp, alone = (min(THREADS, key=lambda t, of=of: _median(costs[of, t])) for of in ("DDP", "torch"))
-            mine = [a.wall / b.wall for a, b in zip(costs["ours"], costs["one"], strict=True)]
-            theirs = [a.wall / b.wall for a, b in zip(costs["DDP", ddp], costs["torch", alone], strict=True)]
+            costs = _side_by_torch(partial(ours, split), partial(one, whole), rival, name)
+            ddp, alone = (min(THREADS, key=lambda t, of=of: costs[of, t].wall) for of in ("DDP", "torch"))
+            mine, theirs = (
+                [a.wall / b.wall for a, b in zip(costs[two].calls, costs[base].calls, strict=True)]
+                for two, base in (("ours", "one"), (("DDP", ddp), ("torch", alone)))
+            )
             figures.add(f"overhead, sharded, batch {name}", statistics.median(mine))
             figures.add(
                 f"overhead, DDP with threads={ddp}, torch with threads={alone}, batch {name}", statistics.median(theirs)
             )
-            ratio = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
-            figures.add(f"overhead / torch's overhead, sharded, batch {name}", ratio, bound)
-            of_ddp = list(zip(costs["ours"], costs["DDP", ddp], strict=True))
-            figures.add(
-                f"step time / DDP's, sharded, batch {name}, threads={ddp}",
-                statistics.median(a.wall / b.wall for a, b in of_ddp),
-            )
-            work = statistics.median(a.cpu / b.cpu for a, b in of_ddp)
-            figures.add(f"CPU work / DDP's, sharded, batch {name}, threads={ddp}", work)
+            figures.add(f"overhead / torch's overhead, sharded, batch {name}", median_ratio(mine, theirs), bound)
+            ratio = costs["ours"] / costs["DDP", ddp]
+            figures.add(f"step time / DDP's, sharded, batch {name}, threads={ddp}", ratio.wall)
+            figures.add(f"CPU work / DDP's, sharded, batch {name}, threads={ddp}", ratio.cpu)
 
 
 def compare_updates(figures: Figures, params: Any, batch: Any, name: str) -> None:
@@ -180,11 +168,9 @@ def _difference_of_updates(
     return max(map(of, before))
 
 
-def _in_turn(
+def _side_by_torch(
     ours: Callable[[], Any], one: Callable[[], Any], rival: TorchPipeline, batch: str
-) -> dict[Any, list[Cost]]:
-    """Return each program's cost in each round after a warm-up round: the median of a few steps."""
-
+) -> dict[Any, Costs]:
     def rounds_of(step: Callable[[], Any]) -> Callable[[], list[Cost]]:
         return lambda: [cost_of(step) for _ in range(STEPS)]
 
@@ -192,16 +178,7 @@ def _in_turn(
     for threads in THREADS:
         programs["DDP", threads] = partial(rival.costs, batch=batch, threads=threads, steps=STEPS)
         programs["torch", threads] = partial(rival.costs, do="alone", batch=batch, threads=threads, steps=STEPS)
-    costs: dict[Any, list[Cost]] = {name: [] for name in programs}
-    for _ in range(ROUNDS + 1):
-        for name, steps in programs.items():
-            found = steps()
-            costs[name].append(Cost(*(statistics.median(getattr(c, kind) for c in found) for kind in ("wall", "cpu"))))
-    return {name: of_rounds[1:] for name, of_rounds in costs.items()}
-
-
-def _median(costs: list[Cost]) -> float:
-    return statistics.median(cost.wall for cost in costs)
+    return in_turn(programs, ROUNDS)
 
 
 def main() -> int:
@@ -233,8 +210,8 @@ def main() -> int:
             figures.add(f"CPU work / one program's, {kind}, batch {size}", cost.cpu / dense.cpu)
         if size == SIZES[0][0]:
             for kind, program in programs.items():
-                hlo = program.step.lower(program.state, split).compile().as_text()
-                for name, (count, of_bytes) in collectives_of(hlo).items():
+                compiled = program.step.lower(program.state, split).compile()
+                for name, (count, of_bytes) in collectives_of(compiled).items():
                     figures.add(f"{name}s in a step, {kind}", count, 4)
                     figures.add(f"bytes of {name}s' results / weights', {kind}", of_bytes / weights, 1.01)
     for kind, on in KINDS.items():

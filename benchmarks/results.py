@@ -12,6 +12,7 @@ from typing import Any, Final
 FOLDER: Final = Path(__file__).parent
 DATA: Final = "results.json"
 TABLE: Final = "RESULTS.md"
+UNKNOWN: Final = "unknown"
 STEADINESS: Final = "median / least step time"
 """The prefix of figures that judge the machine: whether other load blurred the step times of the same script."""
 
@@ -52,7 +53,10 @@ class Run:
 
     Attributes:
         date: when the run began, in UTC, such as "2026-11-22 20:40".
+        commit: whose programs ran, with "+" if the tree had changes; of runs before 2026-11-30, the commit that brought
+            their figures. "" without git.
         machine: its processor, cores and system.
+        card: the kind of its devices, such as "cpu" or "NVIDIA H200"; "" if the script did not come to its end.
         versions: of Python and of the packages that are compared.
         seconds: how long it took; None if not noted.
         load_before, load_after: average loads in the minute before the run began and before it ended; None if not
@@ -71,6 +75,8 @@ class Run:
     figures: tuple[Figure, ...]
     left_out: tuple[str, ...] = ()
     problem: str = ""
+    commit: str = ""
+    card: str = ""
 
     @property
     def falls_short(self) -> bool:
@@ -111,34 +117,37 @@ def write(runs: Mapping[str, Run], *, not_run: Iterable[str] = (), folder: Path 
 def as_markdown(runs: Mapping[str, Run], not_run: Iterable[str] = ()) -> str:
     """Return the page: the runs, with their machines and loads, and the table of all figures."""
     ordered = sorted(runs.items())
-    machines = list(dict.fromkeys((run.machine, run.versions) for _, run in ordered))
+    machines = list(dict.fromkeys(_machine(run) for _, run in ordered))
     bounded = [figure for _, run in ordered for figure in run.figures if figure.holds is not None]
     short = [figure for figure in bounded if not figure.holds]
     unsteady = sum(figure.name.startswith(STEADINESS) for figure in short)
     lines = [
         "# Results",
         "",
-        "`make bench` writes this page; [README.md](README.md) says what each script asks, and why figures fall short.",
+        "`make bench` writes this page. [README.md](README.md) lists the questions of the scripts, and",
+        "[measured.md](../docs/measured.md#what-falls-short) explains why figures fall short.",
         f"**{len(bounded) - len(short)} of {len(bounded)} bounds hold** in the last run of each script. Of the others, "
         f"{unsteady} concern",
         f"`{STEADINESS}`, which says how steady the machine was.",
         "",
-        "| script | date, UTC | machine | took | load before | load after | result |",
-        "|---|---|---|---|---|---|---|",
+        "| script | date, UTC | commit | machine | took | load before | load after | result |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for script, run in ordered:
         took = "" if run.seconds is None else f"{run.seconds:.0f} s"
         loads = ("" if load is None else f"{load:.1f}" for load in (run.load_before, run.load_after))
-        machine = _letter(machines.index((run.machine, run.versions)))
-        lines.append(_row(script, run.date, machine, took, *loads, run.summary()))
-    lines += [_row(script, "", "", "", "", "", "not run yet") for script in sorted(not_run)]
+        machine = _letter(machines.index(_machine(run)))
+        lines.append(_row(script, run.date, run.commit or UNKNOWN, machine, took, *loads, run.summary()))
+    lines += [_row(script, *[""] * 6, "not run yet") for script in sorted(not_run)]
     lines += [
         "",
-        "A load is the number of processes that ran or waited for a core, over the minute before; the load after a",
-        "script is also its own. If the load before is above the number of cores, other programs blurred the times:",
-        "counts and ratios of CPU work mean something then, ratios of step times may not. Empty fields were not noted.",
+        "A commit is the one whose programs ran, with + if the tree had changes; for runs before 2026-11-30 it is the",
+        "commit that brought their figures. A load is the number of processes that ran or waited for a core, over the",
+        "minute before; the load after a script is also its own. If the load before is above the number of cores,",
+        "other programs blurred the times: counts and ratios of CPU work mean something then, ratios of step times may",
+        "not. Empty fields were not noted.",
         "",
-        *(f"- {_letter(k)}: {machine}; {versions}" for k, (machine, versions) in enumerate(machines)),
+        *(f"- {_letter(k)}: {'; '.join(machine)}" for k, machine in enumerate(machines)),
         "",
         "| script | figure | value | bound | holds |",
         "|---|---|---|---|---|",
@@ -149,6 +158,10 @@ def as_markdown(runs: Mapping[str, Run], not_run: Iterable[str] = ()) -> str:
             lines.append(_row(script, figure.name, f"{figure.value:.6g}", figure.bound, said[figure.holds]))
         lines += [_row(script, what, "not run", "", "") for what in run.left_out]
     return "\n".join(lines) + "\n"
+
+
+def _machine(run: Run) -> tuple[str, str, str]:
+    return run.machine, f"card: {run.card or UNKNOWN}", run.versions
 
 
 def _letter(machine: int) -> str:

@@ -11,11 +11,9 @@ timed includes an optimizer.
 """
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,7 +23,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from figures import Cost, Costs, Figures, Program, cost_of, largest_relative_difference, side_by_side
+from figures import Cost, Costs, Figures, Program, cost_of, drawable, largest_relative_difference, side_by_side
 from ipu_jax import Pipeline, Stage, configure, make_mesh, make_train_step
 from mnist_example.model import init_params, make_pipeline
 from pipeline import STAGES, batch_of, layers, model
@@ -77,7 +75,7 @@ def torch_figures(figures: Figures) -> None:
             pipeline = make_pipeline("basic", one, gradient_accumulation=count, reduction="sum")
             step = _step(pipeline, params, batches[name])
             (loss, _), gradients = step()
-            ours = {"loss": loss, **_torch_layers(pipeline.unshard(gradients))}
+            ours = {"loss": loss, **pipeline.unshard(gradients)}
             for schedule in torch_pipeline.SCHEDULES:
                 theirs_loss, theirs = rival.result(name, schedule)
                 found = {"loss": theirs_loss, **{n: {k: theirs[f"{n}.{k}"] for k in "wb"} for n in ours if n != "loss"}}
@@ -126,10 +124,6 @@ def _losses(params: Any, batches: dict[str, np.ndarray]) -> np.ndarray:
         state, outputs = step(state, {name: leaf[k] for name, leaf in batches.items()})
         losses.append(float(outputs.loss))
     return np.asarray(losses)
-
-
-def _torch_layers(params: Any) -> dict[str, Any]:
-    return dict(params)
 
 
 def _step(pipeline: Pipeline, params: Any, batch: Any) -> Callable[[], Any]:
@@ -268,18 +262,9 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot",
         metavar="FILE.png",
-        type=_drawable,
+        type=drawable,
         help="also draw step time and memory over M, the usual idiom's and ours (takes minutes more)",
     )
-
-
-def _drawable(path: str) -> str:
-    """Return the path if a picture can be drawn there; otherwise raise now, not after minutes of measuring."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("it needs matplotlib: pip install 'ipu-jax[plots]'")
-    if not Path(path).absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{str(Path(path).parent)!r} is not a folder: make it first")
-    return path
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ import argparse
 import ast
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -72,7 +73,7 @@ def measure(script: Path, *, limit: float = LIMIT, pictures: bool = True) -> Run
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "figures"
         date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M")
-        load, begun = os.getloadavg()[0], time.monotonic()
+        commit, load, begun = committed(), os.getloadavg()[0], time.monotonic()
         # without --check, so that the status only says whether the script failed; the record contains the bounds
         problem = _problem([*command, "--record", str(record)], limit)
         seconds = time.monotonic() - begun
@@ -84,9 +85,11 @@ def measure(script: Path, *, limit: float = LIMIT, pictures: bool = True) -> Run
         seconds=seconds,
         load_before=load,
         load_after=os.getloadavg()[0],
-        figures=tuple(Figure(**line) for line in lines if "left_out" not in line),
+        figures=tuple(Figure(**line) for line in lines if "name" in line),
         left_out=tuple(line["left_out"] for line in lines if "left_out" in line),
         problem=problem,
+        commit=commit,
+        card="".join(line["card"] for line in lines if "card" in line),
     )
 
 
@@ -119,6 +122,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             return
         except subprocess.TimeoutExpired:
             pass
+
+
+def committed(root: Path = ROOT) -> str:
+    """Return the short hash of the tree's commit, with "+" if files have changed since; "" without git."""
+    git = functools.partial(subprocess.run, cwd=root, capture_output=True, text=True)
+    ours = (f"benchmarks/{results.DATA}", f"benchmarks/{results.TABLE}", "docs/pictures")  # a run rewrites them
+    try:
+        head = git(["git", "rev-parse", "--short", "HEAD"])
+        changes = git(["git", "status", "--porcelain", ".", *(f":(exclude){path}" for path in ours)])
+    except FileNotFoundError:
+        return ""
+    return "" if head.returncode else head.stdout.strip() + "+" * bool(changes.stdout)
 
 
 def machine() -> str:

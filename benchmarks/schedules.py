@@ -21,7 +21,7 @@
 
 All parts run with one core per virtual IPU, so that bubbles take time: a waiting IPU keeps its thread
 (`configure(cores="one per IPU")`), and no operation of a pipeline uses several threads. The unsharded program uses all
-cores. `shared_cores.py` measures the same models as users of a CPU run them.
+cores.
 
 Dims: N rows of a micro-batch, D features, V classes.
 
@@ -29,19 +29,19 @@ Dims: N rows of a micro-batch, D features, V classes.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from figures import Figures, side_by_side
+from figures import Figures, scanned, side_by_side
 from ipu_jax import ALL_IPUS, Pipeline, Stage, configure, make_schedule
 from ipu_jax.schedules import Schedule
+from pipeline import layers
 from sharded_ops import log_softmax_cross_entropy, matmul
 
 IPUS, LAYERS, MICRO_BATCHES = 2, 8, 16
@@ -69,13 +69,6 @@ MEASURED = ("sequential", "grouped", "interleaved", "gpipe", "1f1b", "looped", "
 # the model
 
 
-def layers(weights_DD: Any, x_ND: Any, microbatch: Any) -> Any:
-    x_ND = microbatch["x"] if x_ND is None else x_ND
-    for w_DD in weights_DD:
-        x_ND = jax.nn.relu(x_ND @ w_DD)
-    return x_ND
-
-
 def squared_error(_: None, x_ND: Any, microbatch: Any) -> Any:
     return jnp.mean((x_ND - microbatch["y"]) ** 2)
 
@@ -96,8 +89,8 @@ def body(parts: int) -> dict[str, list[jax.Array]]:
     return {f"layers{i}": weights[each * i : each * (i + 1)] for i in range(parts)}
 
 
-def unsharded(params: Mapping[str, Any], loss: Callable[[Any, Any, Any], Any], batch: Any) -> Any:
-    """Return loss and summed gradients, computed on one device by a scan over micro-batches."""
+def unsharded(loss: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return the compiled program on one device: the layers, and then this loss."""
 
     def loss_of(params: Any, microbatch: Any) -> Any:
         x_ND = None
@@ -105,37 +98,15 @@ def unsharded(params: Mapping[str, Any], loss: Callable[[Any, Any, Any], Any], b
             x_ND = layers(params[name], x_ND, microbatch)
         return loss(params.get("head"), x_ND, microbatch)
 
-    def add(sums: Any, microbatch: Any) -> Any:
-        return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss_of)(params, microbatch)), None
-
-    return lax.scan(add, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), batch)[0]
+    return jax.jit(scanned(loss_of))
 
 
-def step_of(
-    pipeline: Pipeline, params: Mapping[str, Any], batch: Any, options: dict[str, Any] = ONE_CORE
-) -> Callable[[], Any]:
-    """Return a pipeline's step, compiled with these options of XLA."""
+def step_of(pipeline: Pipeline, params: Mapping[str, Any], batch: Any) -> Callable[[], Any]:
+    """Return a pipeline's compiled step, whose operations run on one thread each."""
     sharded = pipeline.shard(params)
     spread = jax.device_put(batch, NamedSharding(pipeline.mesh, PartitionSpec()))
-    step = jax.jit(pipeline.value_and_grad).lower(sharded, spread).compile(compiler_options=options)
+    step = jax.jit(pipeline.value_and_grad).lower(sharded, spread).compile(compiler_options=ONE_CORE)
     return partial(step, sharded, spread)
-
-
-def equal_stages(
-    names: Sequence[str], rows: int, options: dict[str, Any] = ONE_CORE
-) -> tuple[Callable[[], Any], dict[str, tuple[Schedule, Callable[[], Any]]]]:
-    """Return the unsharded step of equal stages, and each pipeline's schedule and step by the schedule's name."""
-    x, y = jax.random.normal(jax.random.key(1), (2, MICRO_BATCHES, rows, D))
-    batch = {"x": x, "y": y}
-    steps: dict[str, tuple[Schedule, Callable[[], Any]]] = {}
-    for name in names:
-        placement = make_schedule(name, ipus=IPUS, gradient_accumulation=1).placement
-        stages = [Stage(layers, params=f"layers{i}", ipu=ipu) for i, ipu in enumerate(placement) if ipu is not None]
-        # the loss is on the IPU of the last layers, so that it needs no message
-        stages.append(Stage(squared_error, ipu=stages[-1].ipu))
-        pipeline = Pipeline(stages, schedule=name, gradient_accumulation=MICRO_BATCHES)
-        steps[name] = pipeline.schedule, step_of(pipeline, body(len(placement)), batch, options)
-    return partial(jax.jit(partial(unsharded, loss=squared_error)), body(IPUS), batch=batch), steps
 
 
 # the prediction from the matmuls alone, in units of one layer's F
@@ -179,7 +150,7 @@ def head_figures(figures: Figures, vocabulary: int) -> None:
         gradient_accumulation=MICRO_BATCHES,
         specs={"head": PartitionSpec(None, "ipu")},
     )
-    dense = partial(jax.jit(partial(unsharded, loss=whole_head)), params, batch=batch)
+    dense = partial(unsharded(whole_head), params, batch)
     one, other, whole = side_by_side(
         step_of(basic, params, batch), step_of(concurrent, params, batch), dense, rounds=ROUNDS
     )
@@ -210,9 +181,18 @@ def bubble_figures(figures: Figures) -> None:
 
 
 def schedule_figures(figures: Figures) -> None:
-    dense, steps = equal_stages(MEASURED, rows=512)
-    whole, *costs = side_by_side(dense, *(step for _, step in steps.values()), rounds=ROUNDS)
-    for (name, (schedule, _)), cost in zip(steps.items(), costs, strict=True):
+    x, y = jax.random.normal(jax.random.key(1), (2, MICRO_BATCHES, 512, D))
+    batch, schedules, steps = {"x": x, "y": y}, list[Schedule](), list[Callable[[], Any]]()
+    for name in MEASURED:
+        placement = make_schedule(name, ipus=IPUS, gradient_accumulation=1).placement
+        stages = [Stage(layers, params=f"layers{i}", ipu=ipu) for i, ipu in enumerate(placement) if ipu is not None]
+        # the loss is on the IPU of the last layers, so that it needs no message
+        stages.append(Stage(squared_error, ipu=stages[-1].ipu))
+        pipeline = Pipeline(stages, schedule=name, gradient_accumulation=MICRO_BATCHES)
+        schedules.append(pipeline.schedule)
+        steps.append(step_of(pipeline, body(len(placement)), batch))
+    whole, *costs = side_by_side(partial(unsharded(squared_error), body(IPUS), batch), *steps, rounds=ROUNDS)
+    for name, schedule, cost in zip(MEASURED, schedules, costs, strict=True):
         ratio, promised = (cost / whole).wall, predicted(schedule)
         figures.add(f"step time / unsharded on both cores, {name}", ratio)
         figures.add(f"the same as FLOPs predict, {name}", promised)

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import optax
 
-from figures import Cost, Costs, Figures
+from figures import Cost, Costs, Figures, cost_of
 from ipu_jax import configure, make_train_step
 from ipu_jax.observe import trace
 from ipu_jax.steps import TrainStep
@@ -44,12 +44,13 @@ class Training:
 
     def steps(self, count: int = STEPS) -> Cost:
         """Run steps and return their cost."""
-        cpu, wall = time.process_time(), time.perf_counter()
-        outputs: Any = None
-        for _ in range(count):
-            self.state, outputs = self.step(self.state, self.batch)
-        jax.block_until_ready(outputs.loss)
-        return Cost(time.perf_counter() - wall, time.process_time() - cpu)
+
+        def run() -> Any:
+            for _ in range(count):
+                self.state, outputs = self.step(self.state, self.batch)
+            return outputs.loss
+
+        return cost_of(run)
 
     def recorded_steps(self, folder: str) -> tuple[Cost, float]:
         """Run steps while they are recorded; return their cost, and the seconds that everything else took."""

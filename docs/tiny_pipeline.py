@@ -27,7 +27,7 @@ a device, as `python docs/tiny_pipeline.py` prints it (jax 0.10.2 on a CPU, Nove
     this file                  0.32 MB   0.32 MB
     jax.grad of the loop       2.64 MB   16.56 MB
 
-Dims in names: S stages, M micro-batches, N examples in one, D features, H hidden features, V classes.
+Dims in names: S stages, M micro-batches, N examples in one, D and H features, V classes, R slots of a ring, T ticks.
 """
 
 from functools import partial

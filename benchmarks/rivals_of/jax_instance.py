@@ -67,6 +67,7 @@ class _Worker:
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
         import jax
 
+        import replicas
         from ipu_jax import popdist
 
         if order["do"] == "result":
@@ -74,15 +75,12 @@ class _Worker:
         program, batch = self._program(order["program"]), self._batch(order["program"], order["batch"])
         if order["do"] == "result":
             loss = float(program(batch))
-            whole = program.step.whole(program.state)["params"]
-            found: dict[str, Any] = {
-                f"{name}.{k}": np.asarray(w) for name, layer in whole.items() for k, w in layer.items()
-            }
-            found["loss"] = np.float32(loss)
-            np.savez(self._folder / f"result-{self._rank}.npz", **found)
+            found = replicas.named(program.step.whole(program.state)["params"])
+            np.savez(self._folder / f"result-{self._rank}.npz", **found, loss=np.float32(loss))
             return {}
         if order["do"] == "collectives":
-            return {"hlo": program.step.lower(program.state, batch).compile().as_text()}
+            compiled = program.step.lower(program.state, batch).compile()
+            return {"collectives": replicas.collectives_of(compiled)}
         wall, cpu = [], []
         for _ in range(order["steps"]):
             if self._instances > 1:

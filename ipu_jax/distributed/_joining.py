@@ -1,8 +1,8 @@
 """Connect the instances of a run through `jax.distributed`, however they were started, and let them be supervised.
 
     a compilation begins, ends      -> phase of the beacon         so that it is not taken for a stuck step
-    SIGUSR1                         -> stacks.3                    of all threads, even if one holds the lock
-    an uncaught exception           -> error.3.json, phase FAILED  then the process ends at once, with its exit code
+    SIGUSR1                         -> stacks                      of all threads, even if one holds the lock
+    an uncaught exception           -> error.json, phase FAILED    then the process ends at once, with its exit code
     the same, without a launcher    -> waits for a moment          so that all can say why if all have failed
     the end of the program          -> phase ENDING                until the others have ended, too
 
@@ -13,7 +13,6 @@ import atexit
 import contextlib
 import faulthandler
 import functools
-import json
 import logging
 import os
 import signal
@@ -30,11 +29,12 @@ from jax._src import compiler, distributed  # the cache's writer and the coordin
 from jax._src.clusters import ClusterEnv  # jax exports it from nowhere else
 
 from ipu_jax.base import opening
+from ipu_jax.base.annotations import Json
 from ipu_jax.distributed import board
 from ipu_jax.distributed._rendezvous import fingerprint, meet, refusal
 from ipu_jax.distributed.environment import COORDINATOR, COORDINATOR_BIND, TOKEN, InstancePlace, cache_of
 from ipu_jax.distributed.errors import difference
-from ipu_jax.distributed.processes import beacons, listener
+from ipu_jax.distributed.processes import listener, record
 from ipu_jax.distributed.processes.beacons import Beacon, Phase
 
 # A launcher notices a dead instance long before. Without one, the others give up then; jax's default is 100 s.
@@ -93,7 +93,7 @@ def join(place: InstancePlace, *, seconds: float, flags: bool = True) -> None:
     global _joined
     if _joined != place:
         prepare()
-        with beacons.meeting("in popdist.init", seconds + board.MARGIN):
+        with record.meeting("in popdist.init", seconds + board.MARGIN):
             meet(place, fingerprint(place, flags=flags), seconds=seconds)
         _joined = place
 
@@ -115,14 +115,13 @@ def prepare() -> None:
         return
     _prepared_pid = os.getpid()
     listener.OWN.stepping()
-    beacon = beacons.current()
-    stacks = None if beacon is None else beacons.file_of("stacks.{}")
-    if stacks is not None and hasattr(faulthandler, "register"):
+    own = record.for_launcher()
+    if own is not None and hasattr(faulthandler, "register"):
         with contextlib.suppress(OSError):
             # stays open until the process ends, since the signal handler writes to it
-            faulthandler.register(signal.SIGUSR1, file=opening.created(stacks), all_threads=True)
+            faulthandler.register(signal.SIGUSR1, file=opening.created(own.folder / "stacks"), all_threads=True)
     _keep_executables()
-    end = _End(beacon)
+    end = _End(record.current())
     sys.excepthook, end.usual_hook = end.hook, sys.excepthook
     sys.exit, end.usual_exit = end.exit, sys.exit
     atexit.register(end.at_exit)  # exit functions run in reverse order: this one before jax's barrier
@@ -226,19 +225,9 @@ class _End:
         self._record(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
     def _record(self, kind: str, message: str, trace: str) -> None:
-        now = time.monotonic_ns()
-        path, beacon = beacons.file_of("error.{}.json"), self._beacon
-        if path is None or beacon is None:
-            return
-        found = {
-            "monotonic_ns": now,
-            "pid": self._pid,
-            "type": kind,
-            "message": message[:_LONGEST_MESSAGE],
-            "traceback": trace[-_LONGEST_TRACE:],
-        }
-        with contextlib.suppress(OSError):
-            scratch = path.with_suffix(f".{self._pid}")
-            opening.write_new(scratch, json.dumps(found).encode())
-            scratch.replace(path)
-        beacon.enter(Phase.FAILED, f"{kind}: {message}"[:100])
+        found: dict[str, Json] = {"monotonic_ns": time.monotonic_ns(), "pid": self._pid, "type": kind}
+        found |= {"message": message[:_LONGEST_MESSAGE], "traceback": trace[-_LONGEST_TRACE:]}
+        if (own := record.for_launcher()) is not None:
+            with contextlib.suppress(OSError):
+                own.write("error.json", found)
+            own.beacon.enter(Phase.FAILED, f"{kind}: {message}"[:100])

@@ -23,7 +23,7 @@ import threading
 from typing import Final
 
 from ipu_jax.distributed.board import MARGIN, Board
-from ipu_jax.distributed.processes import beacons
+from ipu_jax.distributed.processes import record
 from ipu_jax.distributed.processes.beacons import Phase
 
 _ASKED: Final = "asked"
@@ -67,7 +67,7 @@ class AgreedStop:
         if self._board.count == 1:
             return self._is_asked
         if is_waiting:
-            with beacons.during(Phase.WAITING, "for the step after which all instances stop", self._seconds + MARGIN):
+            with record.during(Phase.WAITING, "for the step after which all instances stop", self._seconds + MARGIN):
                 when = f"did not say within {self._seconds:g} s after which step to stop: look at what it does"
                 missing = lambda who: f"SIGTERM: {who} {when}"
                 calls = self._board.look(_AT, seconds=self._seconds, missing=missing)

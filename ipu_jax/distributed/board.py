@@ -31,7 +31,7 @@ from jax.experimental import multihost_utils
 from ipu_jax.base.annotations import Dtype, Json, Tree, Value
 from ipu_jax.base.keys import is_key
 from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, named
-from ipu_jax.distributed.processes import beacons
+from ipu_jax.distributed.processes import record
 
 MARGIN: Final = 10.0  # poprun waits a little longer, so that our error, which names the missing instances, comes first
 _ANSWER_SECONDS: Final = 5.0
@@ -169,7 +169,7 @@ def gather(
     def missing(who: str) -> str:
         return f"{what}: {who} did not join within {seconds:g} s. All instances must call it, in the same order; {mend}"
 
-    with beacons.meeting(f"in {what}", seconds + MARGIN):
+    with record.meeting(f"in {what}", seconds + MARGIN):
         era, turn = divmod(number, _ERA)
         board.post(f"{era}/{turn}", own + b"\n" + payload, seconds=seconds, missing=missing)
         entries = [entry.split(b"\n", 1) for entry in board.look(f"{era}/{turn}", seconds=seconds, missing=missing)]
@@ -232,7 +232,7 @@ def _gathered(
     found = gather(what, joined if is_small and is_sent else b"", seconds=seconds, form=form)
     if not is_small:
         flat = np.frombuffer(joined, np.uint8)
-        with beacons.meeting(f"in {what}", seconds + MARGIN):
+        with record.meeting(f"in {what}", seconds + MARGIN):
             if root is None:
                 found = [row.tobytes() for row in np.asarray(multihost_utils.process_allgather(flat))]
             else:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from ipu_jax.distributed.processes.beacons import INSTANCE, RUN_DIR
+from ipu_jax.distributed.processes.record import INSTANCE, RUN_DIR
 
 TOTAL_REPLICAS: Final = "POPDIST_NUM_TOTAL_REPLICAS"
 IPUS_PER_REPLICA: Final = "POPDIST_NUM_IPUS_PER_REPLICA"

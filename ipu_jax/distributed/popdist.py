@@ -26,7 +26,7 @@ from typing import Any, Final, Literal, TypeVar
 from ipu_jax.base.checks import check_choice, check_count
 from ipu_jax.distributed.environment import TOTAL_REPLICAS, InstancePlace, cache_of, meet_seconds, place_of
 from ipu_jax.distributed.errors import InstancesDifferError, InstancesMissingError, PortTakenError
-from ipu_jax.distributed.processes import beacons, record
+from ipu_jax.distributed.processes import record
 from ipu_jax.distributed.processes.beacons import Phase
 
 __all__ = [
@@ -284,7 +284,7 @@ def busy(what: str, seconds: float = 600.0) -> Iterator[None]:
     >>> with busy("drawing the losses", seconds=60):
     ...     pass
     """
-    with beacons.during(Phase.BUSY, what, seconds):
+    with record.during(Phase.BUSY, what, seconds):
         yield
 
 

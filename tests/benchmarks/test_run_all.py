@@ -49,6 +49,11 @@ def test_the_pictures_that_benchmarks_draw_are_there():
     assert all((results.FOLDER.parent / picture).exists() for picture in pictures if picture)
 
 
+def test_the_readme_asks_a_question_for_each_benchmark():
+    rows = re.findall(r"^\| `(\w+)\.py` \| .*\?", (results.FOLDER / "README.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted([*run_all.scripts(results.FOLDER), "faults"])
+
+
 def test_what_falls_short_fails_or_lacks_something_is_told_and_hides_nothing(tmp_path, capfd):
     write_script(tmp_path, "good", figure("cost", 1.02, at_most=1.03), figure("told", 7.0))
     write_script(tmp_path, "short", figure("speed-up", 1.5, at_least=2.0), figure("fine", 1, at_most=1))
@@ -83,7 +88,7 @@ def test_scripts_that_do_not_run_keep_their_figures_and_those_that_are_gone_do_n
     assert figures_of(tmp_path) == {"one": [("a", 9.0)], "two": [("b", 2.0)], "three": [("c", 3.0)]}
     (tmp_path / "four.py").write_text(PROGRAM + "    pass\n")
     assert run_all.main(["--only", "two", "three"], tmp_path) == 1
-    assert "| four |  |  |  |  |  | not run yet |" in (tmp_path / "RESULTS.md").read_text()
+    assert "| four |  |  |  |  |  |  | not run yet |" in (tmp_path / "RESULTS.md").read_text()
 
 
 def test_a_run_that_fails_keeps_the_older_figures_until_one_succeeds(tmp_path, capfd):
@@ -150,14 +155,51 @@ def test_a_script_gets_its_flags_and_draws_its_own_picture(tmp_path):
 
 def test_runs_are_read_as_they_were_written(tmp_path):
     runs = {
-        "a": run_of(Figure("x | y", 1 / 3, at_most=0.5, at_least=0.25), left_out=("z: not run, needs z",)),
+        "a": run_of(
+            Figure("x | y", 1 / 3, at_most=0.5, at_least=0.25),
+            left_out=("z: not run, needs z",),
+            commit="abc1234+",
+            card="NVIDIA H200",
+        ),
         "b": run_of(problem="exit status 1"),
     }
     results.write(runs, folder=tmp_path)
     assert results.read(tmp_path) == runs
-    table = (tmp_path / "RESULTS.md").read_text()
+    table = (tmp_path / "RESULTS.md").read_text().splitlines()
     assert "| a | x \\| y | 0.333333 | >= 0.25 and <= 0.5 | yes |" in table
-    assert "| a | 2026-11-22 12:00 | A | 7 s | 0.5 | 1.2 | 1 of 1 bounds hold; z: not run, needs z |" in table
+    of_a = "| a | 2026-11-22 12:00 | abc1234+ | A | 7 s | 0.5 | 1.2 | 1 of 1 bounds hold; z: not run, needs z |"
+    assert of_a in table
+    assert "| b | 2026-11-22 12:00 | unknown | B | 7 s | 0.5 | 1.2 | 0 of 0 bounds hold; exit status 1 |" in table
+    assert "- A: Some CPU, 2 cores; card: NVIDIA H200; Python 3.11" in table
+    assert "- B: Some CPU, 2 cores; card: unknown; Python 3.11" in table
+
+
+def test_a_run_names_its_commit_and_its_card(tmp_path, monkeypatch):
+    def git(*words):
+        author = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        done = subprocess.run(["git", *author, *words], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    assert run_all.committed(tmp_path) == ""
+    git("init", "-q")
+    (tmp_path / "program.py").write_text("1")
+    git("add", "program.py")
+    git("commit", "-qm", "a program")
+    head = git("rev-parse", "--short", "HEAD")
+    assert run_all.committed(tmp_path) == head
+    for name in ("benchmarks/RESULTS.md", "docs/pictures/growth.svg"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("made by a run")
+    assert run_all.committed(tmp_path) == head
+    (tmp_path / "program.py").write_text("2")
+    assert run_all.committed(tmp_path) == f"{head}+"
+    monkeypatch.setattr(run_all, "committed", lambda: "abc1234")
+    write_script(tmp_path, "one", figure("a", 1.0), {"card": "NVIDIA H200"})
+    run = run_all.measure(tmp_path / "one.py")
+    assert (run.commit, run.card, run.figures) == ("abc1234", "NVIDIA H200", (Figure("a", 1.0),))
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", "")
+    assert run_all.committed(tmp_path) == "", "there is no git"
 
 
 def test_the_table_is_made_of_the_results_that_lie_beside_it(tmp_path):
@@ -167,5 +209,7 @@ def test_the_table_is_made_of_the_results_that_lie_beside_it(tmp_path):
     for name in (results.DATA, results.TABLE):
         assert (tmp_path / name).read_text() == (results.FOLDER / name).read_text()
     for script, run in runs.items():
+        assert re.fullmatch(r"[0-9a-f]{7,}\+?", run.commit), f"{script} ran at no commit"
+        assert run.card, script
         names = [figure.name for figure in run.figures]
         assert len(names) == len(set(names)), script

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import memory
 import replicas
 import results
 import run_all
@@ -23,8 +22,7 @@ from rivals_of.workers import torch_is_installed
 EXACT = ("difference", "bubble of", "names change", "that cross", "collectives in", "s in a step", "gain over")
 # starting a training run is a figure of time alone; test_models.py compares the other models with independent ones
 PARTS = {"instances": ["--only", "steps"], "models": ["--only", "recommender"]}
-# scripts whose programs compute nothing that could be compared
-UNCOMPARED = {"checkpoints", "distributed_lesson", "memory", "monitor", "shared_cores", "thread_pool"}
+UNCOMPARED = {"checkpoints"}  # its programs compute nothing that could be compared
 
 
 class DenseTwin:
@@ -92,7 +90,6 @@ def constants_come_back():
     yield
     for module, constants in of_modules:
         vars(module).update(constants)
-    memory.report_of.cache_clear()
 
 
 # the programs of chips do not run; ipu_jax/run/ahead/test_compiled.py compiles smaller ones

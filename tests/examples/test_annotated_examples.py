@@ -4,8 +4,6 @@ import dataclasses
 import inspect
 import itertools
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -156,17 +154,9 @@ def test_the_llama_predicts_the_tokens_of_a_dense_twin():
     assert len({tuple(row) for row in rows[:, llama.PERIOD :]}) > 1
 
 
-def printed(module, *arguments):
-    """Return what a script prints."""
-    command = [sys.executable, "-W", "error", "-m", module.__name__, *arguments]
-    done = subprocess.run(command, cwd=documents.ROOT, capture_output=True, text=True, timeout=240)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_the_annotated_flax_modules_verify_themselves():
-    verified, step = printed(annotated_flax).splitlines()
+    verified, step = documents.printed(annotated_flax).splitlines()
     errors = [float(error) for error in re.findall(r"relative error (\S+?)(?:;| at )", verified)]
     assert len(errors) == 2
     assert max(errors) < 1e-5
@@ -176,7 +166,7 @@ def test_the_annotated_flax_modules_verify_themselves():
 
 @pytest.mark.slow
 def test_the_llama_learns_and_finds_the_same_next_loss(tmp_path):
-    lines = printed(llama, str(tmp_path), "32").splitlines()
+    lines = documents.printed(llama, str(tmp_path), "32").splitlines()
     losses = [float(line.split()[-1]) for line in lines if "loss:" in line]
     assert losses[-1] < losses[0] - 0.3
     first, second = map(float, re.findall(r"\d\.\d{6}", lines[-1]))

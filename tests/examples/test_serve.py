@@ -1,8 +1,5 @@
 """Test the serving example: each group gets the tokens of a dense twin in NumPy, and the script says so of its own."""
 
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import pytest
@@ -56,10 +53,7 @@ def test_each_group_gets_the_tokens_of_a_dense_twin(ipus, monkeypatch):
 
 @pytest.mark.slow
 def test_the_script_learns_and_serves_as_one_device():
-    command = [sys.executable, "-W", "error", "-m", "examples.serve", "2", "40"]
-    done = subprocess.run(command, cwd=documents.ROOT, capture_output=True, text=True, timeout=240)
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
+    lines = documents.printed(serve, "2", "40").splitlines()
     losses = [float(line.split()[-1]) for line in lines if "loss:" in line]
     assert losses[-1] < losses[0] / 4
     assert [line.split()[:5] for line in lines[-4:-2]] == [

@@ -192,41 +192,34 @@ def reached(monkeypatch, few_digits):
     return reach
 
 
-def test_every_flag_reaches_the_training(reached, tmp_path):
-    flags = "--ipus 5 --batch-size 2 --gradient-accumulation-count 3 --learning-rate 0.5 --reduction mean --seed 7"
-    flags += " --no-shuffle --precision 16.32 --pipeline-schedule sequential --repeat-count 4 --epochs 1"
-    flags += f" --trace {tmp_path} --trace-steps 2"
+def test_every_flag_reaches_the_training(reached, monkeypatch, tmp_path):
+    flags = "--ipus 3 --replicas 2 --batch-size 2 --gradient-accumulation-count 3 --repeat-count 4 --epochs 2 --seed 7"
+    flags += " --optimizer lamb --learning-rate 0.5 --shard-optimizer --reduction mean --precision 16.32 --half float16"
+    flags += " --pipeline-schedule sequential --on-nonfinite skip --no-shuffle --async-dataloader --num-workers 3"
+    flags += f" --no-eight-bit-io --trace {tmp_path} --trace-steps 2"
+    flags += f" --checkpoint-dir {tmp_path} --keep 5 --checkpoint-every 7 --on-save-error continue"
+    assert reached().step.options.on_nonfinite == "stop"
     found = reached(*flags.split())
     pipeline, options = found.step.model, found.step.options
-    assert (found.mode, pipeline.ipus, pipeline.schedule.name) == ("concurrent", 5, "sequential")
+    assert (found.mode, pipeline.ipus, pipeline.replicas, pipeline.schedule.name) == ("concurrent", 3, 2, "sequential")
     assert (pipeline.options.gradient_accumulation, pipeline.options.reduction) == (3, "mean")
-    assert (options.device_iterations, options.precision, options.on_nonfinite) == (4, "16.32", "stop")
-    assert (found.flags.epochs, found.flags.learning_rate, found.recording.steps) == (1, 0.5, 2)
-    np.testing.assert_array_equal(found.data.train_images, synthetic_mnist(7, 103, 25).train_images)
-    with training.feed_of(found.flags, found.data, step=found.step) as feed:
-        batch = next(feed)
-        np.testing.assert_array_equal(
-            batch.data["labels"].reshape(-1), found.data.train_labels[: batch.examples]
-        )  # not shuffled
-        assert batch.data["labels"].shape == (4, 3, 2)
-
-
-def test_the_flags_of_the_training_step_and_of_checkpoints_reach_them(reached, monkeypatch, tmp_path):
-    flags = "--replicas 2 --optimizer lamb --shard-optimizer --precision 16.32 --half float16 --batch-size 2"
-    flags += " --gradient-accumulation 3 --device-iterations 4 --on-nonfinite skip --async-dataloader --num-workers 3"
-    flags += f" --no-eight-bit-io --checkpoint-dir {tmp_path} --keep 5 --checkpoint-every 7 --on-save-error continue"
-    found = reached(*flags.split())
+    assert (options.device_iterations, options.precision, options.on_nonfinite) == (4, "16.32", "skip")
+    assert (options.loss_scale, options.shard_optimizer) == (DynamicScale(), True)
+    assert (found.flags.epochs, found.flags.learning_rate, found.recording.steps) == (2, 0.5, 2)
     monkeypatch.setattr(ipu_jax, "Checkpoints", lambda folder, step, **how: (folder, how))
     folder, how = found.checkpoints()
     assert folder == tmp_path
     assert [how[name] for name in ("keep", "every", "minutes", "on_save_error")] == [5, 7, None, "continue"]
-    assert (found.step.model.replicas, found.step.model.ipus, found.step.options.device_iterations) == (2, 2, 4)
-    assert (found.flags.learning_rate, found.step.options.shard_optimizer) == (0.01, True)
-    assert (found.step.options.loss_scale, found.step.options.on_nonfinite) == (DynamicScale(), "skip")
+    np.testing.assert_array_equal(found.data.train_images, synthetic_mnist(7, 103, 25).train_images)
     with training.feed_of(found.flags, found.data, step=found.step) as feed:
         assert (feed.workers, feed.prefetch) == (3, 3)
-        assert (feed.like["images"].dtype, feed.like["labels"].dtype) == (np.float32, np.uint8)
-        assert 0.9 < float(np.asarray(next(feed).data["images"]).max()) <= 1
+        batch = next(feed)
+    labels = batch.data["labels"]
+    assert (labels.shape, labels.dtype) == ((4, 2, 3, 2), np.uint8)
+    np.testing.assert_array_equal(labels.reshape(-1), found.data.train_labels[: batch.examples])  # not shuffled
+    images = np.asarray(batch.data["images"])
+    assert images.dtype == np.float32
+    assert 0.9 < float(images.max()) <= 1
 
 
 @pytest.mark.parametrize(
@@ -361,16 +354,7 @@ def refused(argv, capsys):
             ["--ipus", "5", "--replicas", "2"],
             ("--ipus 5 x --replicas 2", "already started", "configure(10)", "JAX_NUM_CPU_DEVICES=10"),
         ),
-        (
-            ["--batch-size", "26"],
-            ("--batch-size 26 x --gradient-accumulation-count 5", "130 images", "are 103", "lower one of the two"),
-        ),
         (["--replicas", "6"], ("5 x --replicas 6", "120 images", "there are 103", "lower one of the three")),
-        (["--executable-cache", __file__], (f"--executable-cache {__file__}", "is not a folder", "give one")),
-        (
-            ["--executable-cache", f"{__file__}/x"],
-            (f"--executable-cache {__file__}/x", "Not a directory", "give another"),
-        ),
         (["--trace", "x", "--run-single-step"], ("--trace", "--run-single-step makes no other", "give one")),
         (["--trace", __file__], (f"--trace {__file__}", "is not a folder", "give one")),
         (["--trace", "x", "--trace-steps", "5"], ("--trace records 5", "ask for 5", "more --epochs", "--trace-steps")),
@@ -385,9 +369,6 @@ def refused(argv, capsys):
         (["--compile-for", "h100x9"], ("--compile-for 'h100x9'", "whole number of hosts with 8 GPUs", "give h100x8")),
         (["--compile-for", "v5e:2x2", "--trace", "x"], ("--trace", "--compile-for starts none", "give one")),
         (["--report", "a.html", "--compare"], ("--report", "--compare makes two", "give ")),
-        (["--data-dir", "missing"], ("--data-dir missing", "is not a folder", "put the four MNIST files")),
-        (["--data-dir", "notes.jsonl"], ("--data-dir notes.jsonl", "is not a folder", "put the four MNIST files")),
-        (["--data-dir", "empty"], ("--data-dir empty", "lacks train-images-idx3-ubyte")),
         (["--data-dir", "broken"], ("broken/t10k-images-idx3-ubyte.gz", "is broken or truncated")),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
@@ -395,10 +376,10 @@ def refused(argv, capsys):
 def test_what_data_devices_and_folders_refuse_is_one_line_before_anything_is_compiled(
     argv, holds, capsys, nothing_runs, few_digits, tmp_path, monkeypatch
 ):
+    """Lines that need no files are in tests/project/wrong_command_lines.txt."""
     monkeypatch.chdir(tmp_path)
     notes = tmp_path / "notes.jsonl"
     notes.write_text("hello\n")
-    (tmp_path / "empty").mkdir()
     write_digits(tmp_path / "broken", synthetic_mnist(0, 7, 3))
     broken = tmp_path / "broken/t10k-images-idx3-ubyte.gz"
     broken.write_bytes(broken.read_bytes()[:-100])

@@ -61,13 +61,6 @@ def test_a_split_of_no_rows_and_a_size_of_none():
     assert split.pad(np.ones((2, 0)), 1).shape == split.unpad(np.ones((2, 0)), 1).shape == (2, 0)
 
 
-def test_a_spec_names_the_axis_at_the_dim_alone():
-    split = Split(4, 2)
-    assert split.spec(0, 1, "ipu") == P("ipu")
-    assert split.spec(1, 3, "model") == P(None, "model", None)
-    assert split.spec(-1, 3, "ipu") == P(None, None, "ipu")
-
-
 HALVES: Any = Split(4, 2)
 CHECK: Any = check_one_per_row
 

@@ -1,6 +1,6 @@
 """Run the whole library on all devices, of one process or of several, and return the results.
 
-`support.instances` makes the same call of a function in every process; tests also call it in their own process, with 8
+`support.programs` makes the same call of a function in every process; tests also call it in their own process, with 8
 devices. Functions return plain arrays, so that the results of any number of processes can be compared.
 """
 
@@ -19,7 +19,7 @@ from ipu_jax.options import DynamicScale
 from ipu_jax.pipelines import VerificationError, reference_predict, reference_value_and_grad
 from ipu_jax.steps import Evaluation, replicate
 from support.dense import Model, chain
-from support.instances import Results
+from support.programs import Results
 
 STEPS = 3
 MICRO_BATCHES = 2

@@ -9,7 +9,7 @@ import optax
 
 from ipu_jax import Feed, TrainOptions, configure, make_mesh, make_train_step
 from support.across import MICRO_BATCHES, model_of, named, refusal, trained
-from support.instances import Results
+from support.programs import Results
 
 
 def fed(replicas: int, ipus: int, each: list[dict[str, Any]]) -> Results:

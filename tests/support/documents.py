@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import ModuleType
 
 from docs.website.hooks import as_markdown
 
@@ -55,6 +56,14 @@ def run(
         words += [saved_as] if saved_as else ["-c", program]
         done = subprocess.run(words, cwd=folder, env=alone, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def printed(module: ModuleType, *arguments: str) -> str:
+    """Return what an example prints as a script. Warnings are errors."""
+    command = [sys.executable, "-W", "error", "-m", module.__name__, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
 

@@ -1,6 +1,6 @@
 """Export and import weights on all devices, of one process or of several, and measure how much memory is held.
 
-`support.instances` makes the same calls in every process. The functions return plain arrays.
+`support.programs` makes the same calls in every process. The functions return plain arrays.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from ipu_jax.io import export_weights, import_weights
 from ipu_jax.steps import replicate
 from ipu_jax.training.weight_files import _npz
 from support import resumed
-from support.instances import Results
+from support.programs import Results
 from support.trained import bits
 
 

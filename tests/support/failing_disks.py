@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 from ipu_jax import Checkpoints
 from ipu_jax.io import CheckpointError
 from support import resumed
-from support.instances import Results
+from support.programs import Results
 
 TIMEOUT = 60.0
 

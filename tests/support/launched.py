@@ -23,10 +23,10 @@ POPRUN = [*HEEDING, *PLAIN_POPRUN]
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
-from ipu_jax.distributed.processes import beacons
+from ipu_jax.distributed.processes import beacons, record
 me, run_dir = int(os.environ["IPU_JAX_INSTANCE"]), Path(os.environ["IPU_JAX_RUN_DIR"])
 instances, attempt = int(os.environ["IPU_JAX_INSTANCES"]), int(os.environ["IPU_JAX_ATTEMPT"])
-beacon = beacons.current()
+beacon = record.current()
 def meet(n):
     (run_dir / f"met.{n}.{me}").touch()
     while not all((run_dir / f"met.{n}.{i}").exists() for i in range(instances)):
@@ -34,9 +34,9 @@ def meet(n):
 def step(n, seconds=0.05):
     beacon.begun(); meet(n); time.sleep(seconds); beacon.finished()
 def write_error(error, **values):
-    record = {"monotonic_ns": time.monotonic_ns(), "pid": os.getpid(), "type": type(error).__name__,
+    found = {"monotonic_ns": time.monotonic_ns(), "pid": os.getpid(), "type": type(error).__name__,
               "message": str(error), "traceback": "", "begun": 0, "finished": 0, **values}
-    (run_dir / f"error.{me}.json").write_text(json.dumps(record))
+    (run_dir / str(me) / "error.json").write_text(json.dumps(found))
 """
 
 # After `ago(seconds)`, records are written as if that many seconds ago.

@@ -23,7 +23,7 @@ from ipu_jax.io import CheckpointError
 from ipu_jax.options import DynamicScale
 from ipu_jax.training.checkpoints._store import Store
 from support import across
-from support.instances import Results
+from support.programs import Results
 
 COLUMNS, EXAMPLES, PER_UPDATE = 7, 64, 8
 

@@ -1,6 +1,6 @@
 """Make training steps in which one instance differs from the others, and steps in which all are alike.
 
-`support.instances` runs these functions in each process.
+`support.programs` runs these functions in each process.
 """
 
 import dataclasses
@@ -15,27 +15,28 @@ from jax.sharding import Mesh
 from ipu_jax import Feed, Pipeline, Stage, TrainOptions, make_mesh, make_train_step, popdist
 from ipu_jax.distributed import board
 from ipu_jax.training.update import _alike
-from support.instances import Results
+from support.programs import Results
 
-UNLIKE: dict[str, tuple[Any, Any]] = {  # the value on most instances, and on the odd one
-    "learning rate": (1e-2, 2e-2),
-    "optimizer": ("adam", "sgd"),
-    "first weights": (3, 4),
-    "key": (0, 1),
-    "weights put together": (1.0, 1.5),
-    "micro-batch": (4, 8),
-    "dtype": ("float32", "float16"),
-    "examples": (320, 160),
-    "seed": (5, 6),
-    "epochs": (2, 3),
-    "position": (0, 32),
-    "updates": (2, 1),
-    "code": ("tanh", "sin"),
-    "constant": (1.0, 1.25),
-    "loss scale": (1.0, 2.0),
-    "precision": (None, "highest"),
-    "schedule": ("grouped", "gpipe"),
-    "width": (16, 24),
+# the value on most instances, and on the odd one; the name of what differs, and how both are shown
+UNLIKE: dict[str, tuple[Any, Any, str, str, str]] = {
+    "learning rate": (1e-2, 2e-2, "of its program", "dense<-0.00999999977>", "dense<-2.000000e-02>"),
+    "optimizer": ("adam", "sgd", "optimizer[0].count", "int32[]", "none"),
+    "first weights": (3, 4, "params['body']", "checksum", "checksum"),
+    "key": (0, 1, "key", "checksum", "checksum"),
+    "weights put together": (1.0, 1.5, "state.params", "checksum", "checksum"),
+    "micro-batch": (4, 8, "batch['x']", ", 4, 8]", ", 8, 8]"),
+    "dtype": ("float32", "float16", "batch['x']", "float32[", "float16["),
+    "examples": (320, 160, "feed.examples", "'320'", "'160'"),
+    "seed": (5, 6, "feed.seed", "'5'", "'6'"),
+    "epochs": (2, 3, "feed.epochs", "'2'", "'3'"),
+    "position": (0, 32, "feed.position", "'0'", "'32'"),
+    "updates": (2, 1, "updates to make", "'0 to 1'", "'0 to 0'"),
+    "code": ("tanh", "sin", "of its program", "stablehlo.tanh", "stablehlo.sine"),
+    "constant": (1.0, 1.25, "of its program", "1.000000e+00", "1.250000e+00"),
+    "loss scale": (1.0, 2.0, "options.loss_scale", "'1.0'", "'2.0'"),
+    "precision": (None, "highest", "of its program", "[DEFAULT, DEFAULT]", "[HIGHEST, HIGHEST]"),
+    "schedule": ("grouped", "gpipe", "schedule", "'grouped: ", "'gpipe: "),
+    "width": (16, 24, "params['body']", "float32[8, 16]", "float32[8, 24]"),
 }
 ALIKE = {name: values[0] for name, values in UNLIKE.items()} | {"weights put together": None}
 

@@ -35,7 +35,7 @@ from ipu_jax.core.programs.cost import bytes_of
 
 _Rows = dict[tuple[Var, int, int], Var]
 """Per value, first row, and the row after the last, the variable of these rows."""
-_ADDED: Final[dict[str, Function]] = {
+ADDED: Final[dict[str, Function]] = {
     "reduce_sum": lax.add,
     "dot_general": lax.add,
     "reduce_prod": lax.mul,
@@ -410,7 +410,7 @@ def _reduced(eqn: Eqn) -> list[list[int]]:
     """Return the dims along which an equation reduces, each as one of each input."""
     if eqn.primitive.name == "dot_general":
         return [list(pair) for pair in zip(*eqn.params["dimension_numbers"][0], strict=True)]
-    return [[int(d)] for d in eqn.params["axes"]] if eqn.primitive.name in _ADDED else []
+    return [[int(d)] for d in eqn.params["axes"]] if eqn.primitive.name in ADDED else []
 
 
 def _ends(values: Sequence[Var], rows: list[Taken], taker: RowTaker) -> list[tuple[Var, Taken | None]]:
@@ -435,7 +435,7 @@ def _in_parts(eqn: Eqn, rows: Sequence[tuple[list[Taken], int]], taker: RowTaker
         total = eqn.outvars[0] if k == len(rows) - 1 else total
         found.append((eqn.replace(invars=inputs, outvars=[part]), stage))
         if before:
-            found.append((equation(_ADDED[eqn.primitive.name], [before[-1], part], total), stage))
+            found.append((equation(ADDED[eqn.primitive.name], [before[-1], part], total), stage))
         before.append(total if before else part)
     return found
 

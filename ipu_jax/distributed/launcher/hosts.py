@@ -34,7 +34,7 @@ from ipu_jax.base import opening
 from ipu_jax.distributed.environment import THREADS
 from ipu_jax.distributed.launcher import watcher
 from ipu_jax.distributed.launcher.topology import Launch
-from ipu_jax.distributed.processes import beacons, flight
+from ipu_jax.distributed.processes import beacons, flight, record
 from ipu_jax.distributed.processes.beacons import Phase, Reading
 
 Stream = Literal["stdout", "stderr"]
@@ -262,7 +262,7 @@ class LocalHost:
             # the signal would end a process that does not write its stacks
             if found.exited or reading is None or reading.pid != pid or letter_of(pid) in "TtZ":
                 raise OSError("it cannot write them")
-            with opening.reading(self._path("stacks", instance)) as file:
+            with opening.reading(self._record(instance) / "stacks") as file:
                 found.stacks_from = file.seek(0, os.SEEK_END)
             os.kill(pid, signal.SIGUSR1)
             found.stacks_until = time.monotonic() + STACKS_WITHIN
@@ -319,17 +319,17 @@ class LocalHost:
                         os.kill(pid, signal.SIGTERM)
             time.sleep(0.02)
 
-    def _path(self, name: str, instance: int | str) -> Path:
+    def _record(self, instance: int) -> Path:
         assert self._run_dir is not None
-        return self._run_dir / f"{name}.{instance}"
+        return self._run_dir / str(instance)
 
     def _look(self, instance: _Instance) -> tuple[Reading | None, int]:
         """Return the beacon, and the process that runs steps, which may be a child of the started process.
 
         The program may have written any number into its beacon: other processes do not count.
         """
-        reading, pid = beacons.read(self._path("beacon", instance.number)), instance.process.pid
-        its = (f"{beacons.RUN_DIR}={self._run_dir}", f"{beacons.INSTANCE}={instance.number}")
+        reading, pid = beacons.read(self._record(instance.number) / "beacon"), instance.process.pid
+        its = (f"{record.RUN_DIR}={self._run_dir}", f"{record.INSTANCE}={instance.number}")
         return reading, reading.pid if reading is not None and watcher.belongs(reading.pid, {pid}, *its) else pid
 
     def _outputs(self, instance: _Instance, most: int = _AT_ONCE) -> list[Event]:
@@ -375,8 +375,8 @@ class LocalHost:
 
     def _error(self, instance: _Instance) -> ErrorRecord | None:
         try:
-            record = json.loads(opening.content(self._path("error", f"{instance.number}.json"), _MOST_BYTES))
-            return ErrorRecord(int(record["monotonic_ns"]) / 1e9, str(record["type"]), str(record["message"]))
+            found = json.loads(opening.content(self._record(instance.number) / "error.json", _MOST_BYTES))
+            return ErrorRecord(int(found["monotonic_ns"]) / 1e9, str(found["type"]), str(found["message"]))
         except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
             return None  # there is none, or the program has written it
 
@@ -384,7 +384,7 @@ class LocalHost:
         if not instance.stacks_until:
             return []
         text = ""
-        with contextlib.suppress(OSError), opening.reading(self._path("stacks", instance.number)) as file:
+        with contextlib.suppress(OSError), opening.reading(self._record(instance.number) / "stacks") as file:
             file.seek(instance.stacks_from)
             text = file.read(_MOST_BYTES).decode(errors="replace")
             # a dump is written in pieces, and nothing marks its end
@@ -394,8 +394,7 @@ class LocalHost:
         return [self._described(instance.number, text)]
 
     def _described(self, instance: int, stacks: str) -> Stacks:
-        assert self._run_dir is not None
-        seen = flight.read(self._run_dir, instance)
+        seen = flight.read(self._record(instance))
         return Stacks(instance, stacks, seen.lines, seen.ticks)
 
     def _tell(self, *words: str | int) -> None:

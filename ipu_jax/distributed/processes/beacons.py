@@ -4,11 +4,7 @@ A *beacon* is a file of fixed size that the instance maps into its memory. The s
 which would go on while the steps are stuck. A write costs no system call. Times are from CLOCK_MONOTONIC, which all
 processes of a host share.
 
-    instance    begun(), finished(), enter(...)  --+->  <run folder>/beacon.3   -->  poprun
-                                                   +->  the process's record   -->  ipu-monitor (`record.py`)
-
-The first file exists under a launcher, that is if `IPU_JAX_RUN_DIR` is in the environment. A process that has neither
-file has no beacon, and every call does nothing.
+    process    begun(), finished(), enter(...)  -->  beacon, in its record (`record.py`)  -->  poprun, ipu-monitor
 
 Nothing here imports jax.
 """
@@ -28,9 +24,6 @@ from typing import Any, Final
 
 from ipu_jax.base import opening
 
-RUN_DIR: Final = "IPU_JAX_RUN_DIR"
-INSTANCE: Final = "IPU_JAX_INSTANCE"
-
 _LAYOUT: Final = struct.Struct("<4sI17qd128s")
 _NUMBERS: Final = (
     *("pid", "beat_at", "begun", "finished", "first_at", "finished_at", "aside", "updates", "samples"),
@@ -40,8 +33,7 @@ _NUMBERS: Final = (
 _TIMES: Final = ("beat_at", "first_at", "finished_at", "aside", "mark_at", "phase_at")
 _MAGIC: Final = b"IPUB"
 _VERSION: Final = 3
-SIZE: Final = 4096
-"""Bytes of the file, or of the part of a file, that is mapped."""
+_SIZE: Final = 4096  # bytes that are mapped
 _MARK_EVERY_NS: Final = 5_000_000_000
 
 
@@ -119,11 +111,11 @@ class Beacon:
     """Writes the beacon of this process.
 
     Args:
-        path: a file that does not exist yet, which a launcher reads; None without a launcher.
+        path: a file that does not exist yet.
+        launched: whether a launcher reads it.
 
     Attributes:
-        pid: the number of this process.
-        launched: whether a launcher reads it.
+        pid, launched: the number of this process, and whether a launcher reads this.
         phase: what the process is doing.
         updates: the number of weight updates in all finished steps.
         device_bytes: how much device memory is in use, written from the next write on.
@@ -132,15 +124,13 @@ class Beacon:
         FileExistsError: another process writes this beacon.
     """
 
-    def __init__(self, path: Path | None = None):
-        self._memories: list[mmap.mmap] = []
-        if path is not None:
-            handle = opening.created(path)
-            try:
-                self._memories.append(mapped(handle))
-            finally:
-                os.close(handle)
-        self.pid, self.launched = os.getpid(), path is not None
+    def __init__(self, path: Path, launched: bool = True):
+        handle = opening.created(path)
+        try:
+            self._memory = mapped(handle)
+        finally:
+            os.close(handle)
+        self.pid, self.launched = os.getpid(), launched
         self._begun = self._finished = self._first_ns = self._finished_ns = 0
         self.updates = self._samples = self.device_bytes = self._joint_begun = self._joint_made = 0
         self._older = self._newer = (0, 0, 0)  # ns, updates, samples
@@ -212,11 +202,6 @@ class Beacon:
             if self.phase is phase:  # unless an uncaught exception ended it
                 self.enter(*before)
 
-    def write_to(self, memory: mmap.mmap) -> None:
-        """Also write to another file."""
-        self._memories.append(memory)
-        self._write()
-
     def _aside_until(self, now: int) -> int:
         """Return the time spent in phases other than stepping."""
         return self._aside_ns + (0 if self.phase is Phase.STEPPING else now - self._phase_ns)
@@ -243,25 +228,14 @@ class Beacon:
             self._limit,
             self._encoded,
         )
-        for memory in self._memories:
-            memory[: len(content)] = content
+        self._memory[: len(content)] = content
 
 
-def mapped(handle: int, size: int = SIZE) -> mmap.mmap:
-    """Map an open file into memory, by default an empty one at the size of a beacon, and return the memory.
+def mapped(handle: int, size: int = _SIZE) -> mmap.mmap:
+    """Map an open file into memory, by default at the size of a beacon, and return the memory. New bytes are 0.
 
     Raises:
         OSError: there is no room for it. Without this check, the first write to the memory would end the process.
-    """
-    reserve(handle, size)
-    return mmap.mmap(handle, size)
-
-
-def reserve(handle: int, size: int) -> None:
-    """Let an open file have at least this many bytes, with room on the disk; new bytes are 0.
-
-    Raises:
-        OSError: there is no room for it.
     """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(handle, 0, size)
@@ -270,6 +244,7 @@ def reserve(handle: int, size: int) -> None:
         missing = max(0, size - end)
         if os.pwrite(handle, bytes(missing), end) < missing:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return mmap.mmap(handle, size)
 
 
 def read(path: Path) -> Reading | None:
@@ -317,71 +292,3 @@ def parsed(found: bytes) -> Reading | None:
     values["phase"], values["label"] = Phase(values["phase"]), label.rstrip(b"\0").decode(errors="replace")
     mark = Mark(*(values.pop(name) for name in ("mark_at", "mark_updates", "mark_samples")))
     return Reading(**values, limit=limit, mark=mark)
-
-
-_current: Beacon | None = None
-_looked = False
-
-
-def current() -> Beacon | None:
-    """Return the beacon of this process; None if there is none.
-
-    The launcher's beacon goes to the first process of an instance that calls this. A forked process inherits none.
-    """
-    global _current, _looked
-    if not _looked:
-        _looked = True
-        path = file_of("beacon.{}")
-        if path is not None:
-            # the folder may be gone when a process outlives its launcher
-            with contextlib.suppress(OSError):
-                _current = Beacon(path)
-    return _current
-
-
-def file_of(kind: str) -> Path | None:
-    """Return a file of this instance in the folder that its launcher reads; None without a launcher."""
-    run_dir, instance = os.environ.get(RUN_DIR), os.environ.get(INSTANCE)
-    return Path(run_dir) / kind.format(instance) if run_dir and instance else None
-
-
-def _forget() -> None:
-    global _current
-    _current = None
-
-
-os.register_at_fork(after_in_child=_forget)  # asking for the process's number at each step would be a system call
-
-
-def write_to(memory: mmap.mmap) -> None:
-    """Also write the beacon of this process to this memory; without a launcher, to this memory only."""
-    global _current
-    beacon = current()
-    if beacon is None:
-        beacon = _current = Beacon()
-    beacon.write_to(memory)
-
-
-@contextlib.contextmanager
-def during(phase: Phase, label: str, limit: float) -> Iterator[None]:
-    """Enter another phase for the duration of a `with` block, or of a function that this decorates.
-
-    Inside another such block, the phase stays as it is: only the outermost block counts.
-    """
-    beacon = current()
-    if beacon is None or beacon.phase not in _INTERRUPTED:
-        yield
-    else:
-        with beacon.during(phase, label, limit):
-            yield
-
-
-@contextlib.contextmanager
-def meeting(label: str, limit: float) -> Iterator[None]:
-    """Wait for all instances within a `with` block. All instances enter such blocks in the same order."""
-    beacon = current()
-    with during(Phase.WAITING, label, limit), beacon.jointly() if beacon is not None else contextlib.nullcontext():
-        yield
-
-
-_INTERRUPTED: Final = (Phase.STARTING, Phase.COMPILING, Phase.STEPPING, Phase.SILENT)

@@ -1,7 +1,7 @@
 """Record the tick in which each IPU of this process is, so that the launcher can say where a run hangs.
 
-    IPU_JAX_FLIGHT_RECORDER=1     <run folder>/flight.3          per replica and IPU: program, tick, and since when
-                                  <run folder>/flight.3.1.json   the tasks of program 1 per IPU and tick, in words
+    IPU_JAX_FLIGHT_RECORDER=1     ticks           per replica and IPU: program, tick, and since when
+                                  tasks.1.json    the tasks of program 1 per IPU and tick, in words
 
 The first file is mapped into memory, like a beacon: no write is a system call. Without a launcher, nothing is recorded.
 
@@ -10,6 +10,7 @@ Nothing here imports jax.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import mmap
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ipu_jax.base import opening
-from ipu_jax.distributed.processes import beacons
+from ipu_jax.distributed.processes import beacons, record
+from ipu_jax.distributed.processes.record import OwnRecord
 
 RECORD: Final = "IPU_JAX_FLIGHT_RECORDER"
 
@@ -38,15 +40,11 @@ class Recorder:
     """Writes the ticks of the programs of this process.
 
     Args:
-        path: a file that does not exist yet.
-
-    Raises:
-        FileExistsError: another process has it.
+        own: the record of this process.
     """
 
-    def __init__(self, path: Path):
-        self._path = path
-        self._file = opening.created(path)
+    def __init__(self, own: OwnRecord):
+        self._own, self._file = own, opening.created(own.folder / "ticks")
         self._slots: dict[tuple[int, int], int] = {}
         self._memory: mmap.mmap | None = None
         self._reports: dict[tuple[str, int], Report] = {}
@@ -56,7 +54,7 @@ class Recorder:
         if (program, replicas) in self._reports:
             return self._reports[program, replicas]
         number, of_ipus = len(self._reports) + 1, tasks()
-        opening.write_new(_program(self._path, number), json.dumps({"role": role, "tasks": of_ipus}).encode())
+        self._own.write(f"tasks.{number}.json", {"role": role, "tasks": of_ipus})
         for place in itertools.product(range(replicas), range(len(of_ipus))):
             self._slots.setdefault(place, len(self._slots) * _SLOT.size)
         size = -(-len(self._slots) * _SLOT.size // _PAGE) * _PAGE
@@ -70,25 +68,19 @@ class Recorder:
         return self._reports.setdefault((program, replicas), report)
 
 
-_current: dict[int, Recorder | None] = {}  # by process, since a fork gets a copy
+_recorder_of = functools.cache(Recorder)
 
 
 def report_of(program: str, role: str, replicas: int, tasks: Callable[[], list[list[str]]]) -> Report | None:
     """Return what records the ticks of a program, as `Listener.ticks` does.
 
-    It is None unless a recorder is asked for, or if another process of the instance has it, or for lack of room.
+    It is None unless a recorder is asked for, and a launcher reads the record of this process; or for lack of room.
     """
-    pid, path = os.getpid(), beacons.file_of("flight.{}")
+    own = record.for_launcher() if os.environ.get(RECORD) == "1" else None
     try:
-        if pid not in _current:
-            _current[pid] = None
-            if os.environ.get(RECORD) == "1" and path is not None:
-                _current[pid] = Recorder(path)
-        own = _current[pid]
-        return None if own is None else own.report(program, role, replicas, tasks)
+        return None if own is None else _recorder_of(own).report(program, role, replicas, tasks)
     except OSError as error:
-        if not isinstance(error, FileExistsError):
-            warnings.warn(f"the flight recorder does not record: {error}", stacklevel=2)
+        warnings.warn(f"the flight recorder does not record: {error}", stacklevel=2)
         return None
 
 
@@ -105,20 +97,19 @@ class Seen:
     ticks: tuple[int, ...] = ()
 
 
-def read(folder: Path, instance: int) -> Seen:
+def read(folder: Path) -> Seen:
     """Return what the IPUs of an instance do; of files that no recorder has written, nothing.
 
     A tick is named by its number, as in `Schedule.tasks`: the first of 40 is "tick 0 of 40".
 
     Args:
-        folder: the run folder.
-        instance: its number.
+        folder: the record of the instance.
     """
-    path, now = folder / f"flight.{instance}", time.monotonic_ns()
+    now = time.monotonic_ns()
     lines, working, ticks, programs = list[str](), list[int](), list[int](), dict[int, dict[str, Any]]()
     found = b""
     with contextlib.suppress(OSError):
-        found = beacons.whole(lambda: opening.content(path, _MOST))
+        found = beacons.whole(lambda: opening.content(folder / "ticks", _MOST))
     slots = _SLOT.iter_unpack(found[: len(found) // _SLOT.size * _SLOT.size])
     for number, replica, ipu, tick, since in sorted(slots, key=lambda slot: slot[1:3]):
         # on a full disk the file of a program is missing, and the instance's program may have written anything
@@ -126,17 +117,13 @@ def read(folder: Path, instance: int) -> Seen:
             if number:
                 if number not in programs and len(programs) < _MOST_PROGRAMS:
                     programs[number] = {}  # is read once, also if it cannot be
-                    programs[number] = json.loads(opening.content(_program(path, number), _MOST))
+                    programs[number] = json.loads(opening.content(folder / f"tasks.{number}.json", _MOST))
                 tasks = programs[number]["tasks"][ipu]
                 doing = _doing(programs[number]["role"], tasks, tick)
                 lines.append(f"IPU {ipu} of replica {replica}: {doing}, for {max(now - since, 0) / 1e9:.1f} s")
                 ticks.append(tick)
                 working += [tick] * bool(0 <= tick < len(tasks) and tasks[tick])
     return Seen(tuple(lines), (min(working), max(ticks)) if working else ())
-
-
-def _program(path: Path, number: int) -> Path:
-    return path.with_name(f"{path.name}.{number}.json")
 
 
 def _doing(role: str, tasks: list[str], tick: int) -> str:

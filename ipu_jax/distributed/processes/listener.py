@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 
 from ipu_jax.base import facts
 from ipu_jax.base.annotations import Device, Json, Tree, Value
-from ipu_jax.distributed.processes import beacons, flight, record
+from ipu_jax.distributed.processes import flight, record
 from ipu_jax.distributed.processes.beacons import Beacon, Phase
 
 _BACKEND_COMPILE: Final = "/jax/core/compile/backend_compile_duration"
@@ -47,7 +47,7 @@ class OwnProcess(facts.Listener):
         self._heard_by: Beacon | None = None  # whose phase is COMPILING while jax compiles
 
     def during(self, doing: str, seconds: float, waiting: bool) -> contextlib.AbstractContextManager[None]:
-        return beacons.during(Phase.WAITING if waiting else Phase.BUSY, doing, seconds)
+        return record.during(Phase.WAITING if waiting else Phase.BUSY, doing, seconds)
 
     def stepping(self) -> None:
         beacon = record.begin()
@@ -77,7 +77,7 @@ class OwnProcess(facts.Listener):
         return flight.report_of(*args, **kwargs)
 
     def planned(self, updates: int | None) -> None:
-        beacon = beacons.current()
+        beacon = record.current()
         if updates is None or beacon is None:
             record.note(planned_after=None, planned_updates=None)
         else:
@@ -85,7 +85,7 @@ class OwnProcess(facts.Listener):
             record.note(planned_after=after, planned_updates=after + updates)
 
     def dispatching(self, window: Any, arguments: Tree) -> None:
-        beacon = beacons.current()
+        beacon = record.current()
         # without poprun nobody asks who has begun, and looking at hundreds of arguments takes time
         if beacon is None or not beacon.launched or window in self._begun:
             return
@@ -98,7 +98,7 @@ class OwnProcess(facts.Listener):
         beacon.begun(joint=window in self._joint)
 
     def dispatched(self, window: Any, outputs: list[Value], updates: int, samples: int) -> None:
-        beacon = beacons.current()
+        beacon = record.current()
         if beacon is None:
             return
         if window not in self._begun:
@@ -110,7 +110,7 @@ class OwnProcess(facts.Listener):
         self._count(beacon)
 
     def waited(self) -> None:
-        if self._unfinished and (beacon := beacons.current()) is not None:
+        if self._unfinished and (beacon := record.current()) is not None:
             self._count(beacon)
 
     def finish(self) -> None:

@@ -1,17 +1,22 @@
-"""Record what this process is, and which IPUs it has, where `ipu-monitor` finds it.
+"""Record what this process is and does, where its launcher and `ipu-monitor` find it.
 
-A *record* is a file in a folder that only its user may enter:
+A *record* is a folder that only its user may enter, and in which one process writes:
 
-    $XDG_RUNTIME_DIR/ipu_jax/               or /tmp/ipu_jax-<uid>/
-        3207-918273-3437d34c-4026531836.record     the name is the process's `Identity`
-            4096 bytes    the beacon, mapped into memory: what each step changes (`beacons.py`)
-            the rest      JSON: what seldom changes, such as the command, the IPUs and their stages, the instance
+    beacon        4096 bytes, mapped into memory: what each step changes (`beacons.py`)
+    said.json     what seldom changes, such as the command, the IPUs and their stages, the instance
+    error.json    the exception that has ended its program
+    stacks        the Python stacks of all threads, at SIGUSR1
+    ticks         in which tick each IPU is, and tasks.1.json, the tasks of program 1 in words (`flight.py`)
 
-The JSON is written again when a value in it becomes known, but never by a step. The process removes its file when it
-ends. The next process, or `ipu-monitor`, removes the file of a killed process.
+    <run folder>/3/                              of instance 3; its launcher reads all of it, and removes it
+    $XDG_RUNTIME_DIR/ipu_jax/                    or /tmp/ipu_jax-<uid>/: where `ipu-monitor` looks
+        3207-918273-3437d34c-4026531836          of the process with this `Identity`: a record, or a link to one
 
-A record never makes a run fail: if it cannot be written, there is none. `IPU_JAX_MONITOR=off` turns records off, and
-`IPU_JAX_MONITOR=/some/folder` selects another folder.
+The process removes its record, or the link, when it ends; for a killed process the next process, or `ipu-monitor`, does
+so. The first process of an instance that asks for it writes the launcher's record. A forked process inherits none.
+
+A record never makes a run fail: if it cannot be written, there is none. `IPU_JAX_MONITOR=off` hides all processes from
+`ipu-monitor`, and `IPU_JAX_MONITOR=/some/folder` selects another folder.
 
 Nothing here imports jax.
 """
@@ -20,6 +25,7 @@ import atexit
 import contextlib
 import json
 import os
+import shutil
 import stat
 import sys
 import tempfile
@@ -30,18 +36,19 @@ from typing import Final
 from ipu_jax.base import opening
 from ipu_jax.base.annotations import Json
 from ipu_jax.base.version import __version__
-from ipu_jax.distributed.processes import beacons
-from ipu_jax.distributed.processes.beacons import Beacon
+from ipu_jax.distributed.processes.beacons import Beacon, Phase
 from ipu_jax.distributed.processes.identity import Identity, is_living, own_identity
 
+RUN_DIR: Final = "IPU_JAX_RUN_DIR"
+INSTANCE: Final = "IPU_JAX_INSTANCE"
 SWITCH: Final = "IPU_JAX_MONITOR"
-FORMAT: Final = 2
-"""The version of the JSON."""
-ENDING: Final = ".record"
+FORMAT: Final = 3
+"""The version of said.json."""
 
 _OFF: Final = ("off", "0", "no", "false")
 _RUNTIME: Final = "XDG_RUNTIME_DIR"
 _LONGEST_COMMAND: Final = 1000
+_LARGEST: Final = 1 << 20
 
 
 def is_off() -> bool:
@@ -77,23 +84,21 @@ def own_folder() -> Path:
     return chosen_folder() or runtime_folder() or temporary_folder(os.geteuid())
 
 
-def identity_of(name: str) -> Identity | None:
-    """Return the identity of the process whose record has this name; None if this is not the name of a record."""
-    return Identity.parse(name.removesuffix(ENDING)) if name.endswith(ENDING) else None
-
-
 @contextlib.contextmanager
-def opened(folder: Path, uid: int) -> Iterator[int]:
-    """Open a folder of records, and yield its handle. It reaches files in the folder whatever happens to the path.
+def opened(path: str | Path, uid: int, *, folder: int | None = None, follow: bool = False) -> Iterator[int]:
+    """Open a folder of records, or a record, and yield its handle. It reaches the files whatever happens to the path.
 
     Args:
-        folder: its path.
+        path: its path; within `folder`, its name there.
         uid: the user who must own it.
+        folder: the handle of an open folder.
+        follow: whether it may be a link.
 
     Raises:
-        OSError: it belongs to another user, others can enter it, it cannot be opened, or is a link or not a folder.
+        OSError: it belongs to another user, others can enter it, it cannot be opened, or is not a folder.
     """
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    handle = os.open(path, flags, dir_fd=folder)
     try:
         found = os.fstat(handle)
         if found.st_uid != uid:
@@ -105,102 +110,145 @@ def opened(folder: Path, uid: int) -> Iterator[int]:
         os.close(handle)
 
 
-class _RecordFile:
-    """The record of this process. Every method except `remove` raises `OSError` if the file cannot be written."""
+def content(name: str, folder: int, uid: int) -> bytes:
+    """Return the content of a user's file in an open folder. Refuse a file that could block or mislead the reader.
 
-    def __init__(self, identity: Identity):
-        self._pid, self._name = identity.pid, f"{identity}{ENDING}"
-        self._folder = own_folder()
-        self._content: dict[str, Json] = {
-            "format": FORMAT,
-            "command": _shortened(sys.orig_argv),
-            "run": os.path.basename(os.environ.get(beacons.RUN_DIR, "")) or None,
-            "instance": 0,
-            "instances": 1,
-            "replicas": None,
-            "ipus_per_replica": None,
-            "planned_after": None,
-            "planned_updates": None,
-            "device_limit_bytes": None,
-            "ipus": [],
-            "ipu_jax": __version__,
-        }
-        self._length = 0
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(self._folder, 0o700)
-        with opened(self._folder, os.geteuid()) as folder:
-            _remove_left_over(folder, identity)
-            # the file already exists if this process has replaced its program by `exec`
-            self._file = opening.regular(self._name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, folder=folder)
+    Raises:
+        OSError: it is another user's, too large, or not a regular file.
+    """
+    with opening.reading(name, folder=folder) as file:
+        found, owner = file.read(_LARGEST + 1), os.fstat(file.fileno()).st_uid
+    if owner != uid:
+        raise OSError(f"{name} belongs to user {owner}, not {uid}")
+    if len(found) > _LARGEST:
+        raise OSError(f"{name} is too large for a record")
+    return found
+
+
+def remove(name: str, folder: int) -> None:
+    """Remove a record, or the link to one, from an open folder, if it is there."""
+    try:
+        os.unlink(name, dir_fd=folder)
+    except OSError:
+        shutil.rmtree(name, ignore_errors=True, dir_fd=folder)
+
+
+class OwnRecord:
+    """The record of this process. Its methods raise `OSError` if a file cannot be written.
+
+    Args:
+        folder: a folder that does not exist yet.
+        launched: whether a launcher reads it.
+
+    Attributes:
+        beacon: what each step changes.
+        said: the content of said.json; empty before `begin`.
+    """
+
+    def __init__(self, folder: Path, *, launched: bool):
+        os.mkdir(folder, 0o700)
+        self.folder, self.said = folder, dict[str, Json]()
         try:
-            memory = beacons.mapped(self._file)
-            self._write()
+            self.beacon = Beacon(folder / "beacon", launched)
         except OSError:
-            self.remove()
+            shutil.rmtree(folder, ignore_errors=True)
             raise
-        beacons.write_to(memory)
 
-    def note(self, **values: Json) -> None:
-        """Write values to the JSON, if they are new."""
-        if not values.items() <= self._content.items():
-            self._content |= values
-            self._write()
+    def say(self, **values: Json) -> None:
+        """Write values to said.json, if they are new."""
+        if not values.items() <= self.said.items():
+            self.write("said.json", self.said | values)
+            self.said |= values
 
-    def remove(self) -> None:
-        """Remove the file, unless this process was forked from the one that it describes."""
-        if self._pid == os.getpid():
-            with contextlib.suppress(OSError), opened(self._folder, os.geteuid()) as folder:
-                os.unlink(self._name, dir_fd=folder)
-
-    def _write(self) -> None:
-        # spaces cover the end of a longer old text
-        text = json.dumps(self._content).encode().ljust(self._length)
-        beacons.reserve(self._file, beacons.SIZE + len(text))  # a full disk must not leave half of it
-        os.pwrite(self._file, text, beacons.SIZE)
-        self._length = len(text)
+    def write(self, name: str, value: Json) -> None:
+        """Write a file of JSON. Who reads it finds the old one, or the whole new one."""
+        scratch = self.folder / f"{name}.new"
+        opening.write_new(scratch, json.dumps(value).encode())
+        scratch.replace(self.folder / name)
 
 
-def _remove_left_over(folder: int, own: Identity) -> None:
-    """Remove the records of killed processes, so that they do not pile up where nobody runs ipu-monitor."""
-    for name in os.listdir(folder):
-        identity = identity_of(name)
-        if identity is not None and identity.counts_as(own) and not is_living(identity):
-            with contextlib.suppress(FileNotFoundError):  # another process does the same
-                os.unlink(name, dir_fd=folder)
+_record: OwnRecord | None = None
+_looked = _asked = False
 
 
-_record: _RecordFile | None = None
-_asked = False
+def current() -> Beacon | None:
+    """Return the beacon of this process; None if it has no record, neither for a launcher nor for `ipu-monitor`."""
+    global _record, _looked
+    if not _looked:
+        _looked = True
+        run_dir, instance = os.environ.get(RUN_DIR), os.environ.get(INSTANCE)
+        if run_dir and instance:
+            # the folder may be gone when a process outlives its launcher
+            with contextlib.suppress(OSError):
+                _record = OwnRecord(Path(run_dir, instance), launched=True)
+    return None if _record is None else _record.beacon
+
+
+def for_launcher() -> OwnRecord | None:
+    """Return the record of this process that its launcher reads; None without a launcher."""
+    beacon = current()
+    return _record if beacon is not None and beacon.launched else None
 
 
 def begin() -> Beacon | None:
-    """Begin the record of this process, unless it has one; return its beacon, or None if there is none."""
-    global _record, _asked
+    """Let `ipu-monitor` find this process, if it does not yet; return its beacon, or None if it has no record."""
+    global _asked
+    current()
     if not _asked:
         _asked = True
-        if not is_off():
+        if not is_off() and (identity := own_identity()) is not None:
             with contextlib.suppress(OSError, ValueError):
-                identity = own_identity()
-                _record = identity and _RecordFile(identity)
-            if _record is not None:
-                atexit.register(_record.remove)
-    return beacons.current()
+                _publish(identity)
+    return current()
+
+
+def _publish(identity: Identity) -> None:
+    """Put the record of this process, or a link to it, where `ipu-monitor` looks."""
+    global _record
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(own_folder(), 0o700)
+    path = own_folder() / str(identity)
+    with opened(path.parent, os.geteuid()) as folder:
+        for name in os.listdir(folder):
+            other = Identity.parse(name)
+            # killed processes must not pile up where nobody runs ipu-monitor
+            if other == identity or (other and other.counts_as(identity) and not is_living(other)):
+                remove(name, folder)  # of this process, if it has replaced its program by `exec`
+    if _record is None:
+        own = OwnRecord(path, launched=False)
+    else:
+        own = _record
+        path.symlink_to(own.folder)
+    atexit.register(_withdraw, path, identity.pid)
+    run = os.path.basename(os.environ.get(RUN_DIR, "")) or None
+    try:
+        own.say(format=FORMAT, command=_shortened(sys.orig_argv), run=run, ipus=[], ipu_jax=__version__)
+    except OSError:
+        _withdraw(path, identity.pid)
+        raise
+    _record = own
+
+
+def _withdraw(path: Path, pid: int) -> None:
+    if pid == os.getpid():  # else this process was forked from the one that is described
+        with contextlib.suppress(OSError), opened(path.parent, os.geteuid()) as folder:
+            remove(path.name, folder)
 
 
 def is_begun() -> bool:
-    """Return whether this process has a record."""
-    return _record is not None
+    """Return whether `ipu-monitor` finds this process."""
+    return _record is not None and bool(_record.said)
 
 
 def note(**values: Json) -> None:
-    """Add known values to the record of this process, if it has one.
+    """Add known values to the record of this process, if `ipu-monitor` finds it.
 
     Args:
-        values: fields of the JSON, named as in `Said` (`observe/monitor/records.py`).
+        values: fields of said.json, named as in `Said` (`observe/monitor/records.py`).
     """
-    if _record is not None:
+    if _record is not None and _record.said:
         with contextlib.suppress(OSError, ValueError):
-            _record.note(**values)
+            _record.say(**values)
 
 
 def _forget() -> None:
@@ -209,6 +257,31 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)  # the child may begin its own record
+
+
+@contextlib.contextmanager
+def during(phase: Phase, label: str, limit: float) -> Iterator[None]:
+    """Enter another phase for the duration of a `with` block, or of a function that this decorates.
+
+    Inside another such block, the phase stays as it is: only the outermost block counts.
+    """
+    beacon = current()
+    if beacon is None or beacon.phase not in _INTERRUPTED:
+        yield
+    else:
+        with beacon.during(phase, label, limit):
+            yield
+
+
+@contextlib.contextmanager
+def meeting(label: str, limit: float) -> Iterator[None]:
+    """Wait for all instances within a `with` block. All instances enter such blocks in the same order."""
+    beacon = current()
+    with during(Phase.WAITING, label, limit), beacon.jointly() if beacon is not None else contextlib.nullcontext():
+        yield
+
+
+_INTERRUPTED: Final = (Phase.STARTING, Phase.COMPILING, Phase.STEPPING, Phase.SILENT)
 
 
 def _shortened(words: Sequence[str]) -> list[str]:

@@ -13,10 +13,12 @@ public, so it also runs elsewhere: whoever needs another loop copies it, and cha
 
 import contextlib
 import dataclasses
+import inspect
 import os
 import statistics
 import threading
 import time
+import types
 import warnings
 import weakref
 from collections import deque
@@ -65,41 +67,30 @@ class Training:
 
 
 def fit(
-    step: "ipu_jax.steps.TrainStep",
-    state: "ipu_jax.steps.TrainState",
-    feed: "ipu_jax.Feed",
-    *,
-    epochs: float | None = None,
-    updates: int | None = None,
-    evaluate: Callable[[Any], Mapping[str, Any]] | None = None,
-    checkpoints: "ipu_jax.Checkpoints | _Path | None" = None,
-    resume: _Path = "auto",
-    log: "ipu_jax.observe.RunLog | _Path | None" = None,
-    notes: Mapping[str, Any] | None = None,
-    tensorboard: _Path | None = None,
-    trace: "ipu_jax.observe.Recording | _Path | None" = None,
-    report: _Path | None = None,
-    print_every: int | None = None,
-    progress: bool | None = None,
-    say: Callable[[str], object] = print,
-    title: str = "Training",
+    step: "ipu_jax.steps.TrainStep", state: "ipu_jax.steps.TrainState", feed: "ipu_jax.Feed", **given: Any
 ) -> "ipu_jax.steps.FitResult":
     """Train, with the arguments, the result and the errors of `ipu_jax.fit`."""
-    shown = ipu_jax.cli.shows_progress(progress)
-    recording = ipu_jax.observe.trace(trace) if isinstance(trace, str | os.PathLike) else trace
+    bound = inspect.signature(ipu_jax.fit).bind(step, state, feed, **given)
+    bound.apply_defaults()
+    asked = types.SimpleNamespace(**bound.arguments)
+    shown = ipu_jax.cli.shows_progress(asked.progress)
+    log, checkpoints, say = asked.log, asked.checkpoints, asked.say
+    recording = ipu_jax.observe.trace(asked.trace) if isinstance(asked.trace, str | os.PathLike) else asked.trace
     if ipu_jax.popdist.get_instance_index():  # the first one prints, and writes files
-        shown, say, log, tensorboard, report = False, len, None, None, None
+        shown, say, log, asked.tensorboard, asked.report = False, len, None, None, None
     result = ipu_jax.steps.FitResult.last = ipu_jax.steps.FitResult(state, int(state.step))
-    lines = ipu_jax.observe.LossLines(feed.updates_per_epoch, say, call=feed.device_iterations, every=print_every)
-    run = Training(step, feed, result, *goal_of(feed, result.updates, epochs, updates), evaluate, say, lines)
+    lines = ipu_jax.observe.LossLines(feed.updates_per_epoch, say, call=feed.device_iterations, every=asked.print_every)
+    ends = goal_of(feed, result.updates, asked.epochs, asked.updates)
+    run = Training(step, feed, result, *ends, asked.evaluate, say, lines)
     with contextlib.ExitStack() as context:
-        if isinstance(log, str | os.PathLike) or (log is None and (tensorboard is not None or report is not None)):
-            log = context.enter_context(ipu_jax.observe.RunLog(log, tensorboard=tensorboard))
+        is_told = asked.tensorboard is not None or asked.report is not None  # from a log
+        if isinstance(log, str | os.PathLike) or (log is None and is_told):
+            log = context.enter_context(ipu_jax.observe.RunLog(log, tensorboard=asked.tensorboard))
         if log is not None:
             run.log, run.event = log, log.event
-        if report is not None:
+        if asked.report is not None:
             # the last to be done: the events are complete, and a signal ends the process as usual
-            context.callback(write_page, run, Path(report), title, recording)
+            context.callback(write_page, run, Path(asked.report), asked.title, recording)
         if threading.current_thread() is threading.main_thread():  # which alone can have signal handlers
             run.stop = context.enter_context(ipu_jax.steps.StopRequest(interrupts=True))
         if isinstance(checkpoints, str | os.PathLike):
@@ -108,8 +99,8 @@ def fit(
         run.checkpoints, run.recording = checkpoints, recording
         context.enter_context(contextlib.nullcontext() if recording is None else recording)
         try:
-            begin(run, resume, notes or {})
-            with ipu_jax.cli.Bar(title, run.goal, run.begun, feed.examples_per_update, shown=shown) as run.bar:
+            begin(run, asked.resume, asked.notes or {})
+            with ipu_jax.cli.Bar(asked.title, run.goal, run.begun, feed.examples_per_update, shown=shown) as run.bar:
                 train(run)
             if run.saves_epochs and checkpoints is not None:
                 checkpoints.close()  # seal the checkpoint before the last line says that it is saved

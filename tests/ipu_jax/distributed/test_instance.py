@@ -57,10 +57,10 @@ def test_an_instance_that_fails_ends_at_once_with_its_exit_code(tmp_path, how, c
     assert second.code == code
     assert said in second.stderr
     assert first.lines == ["done"]  # nothing ended it before
-    record = json.loads((tmp_path / "error.1.json").read_text())
+    record = json.loads((tmp_path / "1/error.json").read_text())
     assert record["type"] == kind
-    assert not (tmp_path / "error.0.json").exists()
-    found = beacons.read(tmp_path / "beacon.1")
+    assert not (tmp_path / "0/error.json").exists()
+    found = beacons.read(tmp_path / "1/beacon")
     assert found is not None
     assert (found.phase, found.begun, found.finished) == (Phase.FAILED, 3, 3)
     assert found.label.startswith(kind)
@@ -72,7 +72,7 @@ def test_instances_that_end_well_end_together_with_0(tmp_path):
     ended = run_programs(tmp_path, ENDS, places(2, run_dir=tmp_path), arguments=[["well"]] * 2)
     assert [(one.code, one.lines) for one in ended] == [(0, ["done"])] * 2, ended[0].stderr + ended[1].stderr
     for number in range(2):
-        found = beacons.read(tmp_path / f"beacon.{number}")
+        found = beacons.read(tmp_path / f"{number}/beacon")
         assert found is not None
         assert (found.phase, found.begun, found.finished) == (Phase.ENDING, 3, 3)
 
@@ -91,8 +91,8 @@ UNCHANGED = """
         child = subprocess.run([sys.executable, "-c", "import jax; print(len(jax.devices()))"], capture_output=True)
         print(child.stdout.decode().strip())
     counts = jax.process_index(), jax.process_count(), jax.local_device_count()
-    from ipu_jax.distributed.processes import beacons
-    assert beacons.current().phase is beacons.Phase.SILENT  # it is not taken for a program that starts for ever
+    from ipu_jax.distributed.processes import beacons, record
+    assert record.current().phase is beacons.Phase.SILENT  # it is not taken for a program that starts for ever
     print(*counts, float(total))
 """
 
@@ -105,7 +105,7 @@ def test_an_unchanged_program_finds_its_place(tmp_path, starts):
     assert [one.code for one in ended] == [0, 0], ended[0].stderr + ended[1].stderr
     # a process that the program starts, and that does not join, is a program of its own
     assert [one.lines for one in ended] == [["0 2 3 15.0"], ["3"] * len(starts) + ["1 2 3 15.0"]]
-    found = beacons.read(tmp_path / "beacon.1")
+    found = beacons.read(tmp_path / "1/beacon")
     assert found is not None
     assert (found.phase, found.begun) == (Phase.ENDING, 0)
 
@@ -114,18 +114,19 @@ WATCHED = """
     import json, os, pathlib, signal, time
     from ipu_jax import popdist
     from ipu_jax.steps import InFlight
-    from ipu_jax.distributed.processes import beacons
+    from ipu_jax.distributed.processes import beacons, record
 
     popdist.init()
     import jax, jax.numpy as jnp
 
-    beacon, seen = beacons.current(), []
+    beacon, seen = record.current(), []
     slow = jax.jit(lambda x: seen.append(beacon.phase.name) or sum(jnp.sin(x * k) for k in range(3)))
     window, x = InFlight(), jnp.ones(4)
     window.admit(slow(x))
     x = slow(x).block_until_ready()
     window.admit(x)
-    made = lambda: [getattr(beacons.read(beacons.file_of("beacon.{}")), name) for name in ("begun", "finished")]
+    seen_of = lambda: beacons.read(record.for_launcher().folder / "beacon")
+    made = lambda: [seen_of().begun, seen_of().finished]
     steps = made()
     window.admit(jax.jit(lambda x: seen.append(beacon.phase.name) or x + 1)(x))
     after = beacon.phase.name
@@ -137,7 +138,7 @@ WATCHED = """
         os._exit(0)
     os.waitpid(pid, 0)
     os.kill(os.getpid(), signal.SIGUSR1)
-    stacks = pathlib.Path(os.environ["IPU_JAX_RUN_DIR"], "stacks.0")
+    stacks = pathlib.Path(os.environ["IPU_JAX_RUN_DIR"], "0/stacks")
     while not (stacks.exists() and "program.py" in stacks.read_text()):
         time.sleep(0.02)
     print(json.dumps([seen, steps, after, resting, made()]))

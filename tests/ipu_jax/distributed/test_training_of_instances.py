@@ -14,7 +14,7 @@ import pytest
 from random_programs.closeness import of_all_processes
 from support import across, across_feeds
 from support.dense import largest_relative_error
-from support.instances import InstanceError, Results, assert_same_everywhere, run_instances
+from support.programs import InstanceError, Results, assert_same_everywhere, run_instances
 from support.trained import train_dense
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -1,7 +1,7 @@
 """Find the records that processes have written about themselves, and remove the records of dead processes.
 
-    /run/user/1000/ipu_jax/3207-918273-3437d34c-4026531836.record  \\
-    process 3207, as psutil sees it                                 >  Record
+    /run/user/1000/ipu_jax/3207-918273-3437d34c-4026531836/  \\
+    process 3207, as psutil sees it                           >  Record
 
 Everything in a folder is checked before it is trusted: owner, file type, size, and the names and types of its fields.
 Anything that is not a record is ignored, and reported by name. `processes/record.py` writes the records.
@@ -21,13 +21,11 @@ from typing import Any, Final
 
 import psutil
 
-from ipu_jax.base import opening
 from ipu_jax.base.annotations import Json
 from ipu_jax.distributed.processes import beacons, record
 from ipu_jax.distributed.processes.beacons import Reading
 from ipu_jax.distributed.processes.identity import Identity, is_living
 
-_LARGEST: Final = 1 << 20
 _MOST: Final = 1 << 53
 _OF_USERS: Final = Path("/run/user")
 _ROOT: Final = 0
@@ -53,7 +51,7 @@ class Ipu:
 
 @dataclasses.dataclass(frozen=True)
 class Said:
-    """Hold the JSON of a record.
+    """Hold what is in said.json.
 
     Attributes:
         command: the words of the command line.
@@ -68,11 +66,11 @@ class Said:
 
     command: tuple[str, ...]
     run: str | None
-    instance: int
-    instances: int
-    replicas: int | None
-    ipus_per_replica: int | None
     ipus: tuple[Ipu, ...]
+    instance: int = 0
+    instances: int = 1
+    replicas: int | None = None
+    ipus_per_replica: int | None = None
     planned_after: int | None = None
     planned_updates: int | None = None
     device_limit_bytes: int | None = None
@@ -159,15 +157,14 @@ def _found(
     name: str, folder: int, uid: int, own: Identity, before: Mapping[Identity, psutil.Process]
 ) -> Record | str | None:
     """Return the record in a file of a folder, the reason to ignore the file, or None if its process has ended."""
-    identity = record.identity_of(name)
+    identity = Identity.parse(name)
     if identity is None:
         return "has no name of a record"
     if not identity.counts_as(own):
         return "is of another container or host, or from before a restart of this one"
     if not is_living(identity):
         if uid == os.geteuid():
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=folder)
+            record.remove(name, folder)
         return None
     try:
         process = before.get(identity) or psutil.Process(identity.pid)
@@ -176,31 +173,18 @@ def _found(
             return "names a process that cannot be inspected"
         if seen["uids"].effective != uid:
             return f"names a process of user {seen['uids'].effective}"
-        content = beacons.whole(lambda: _content(name, folder, uid))
-        text = content[beacons.SIZE :].rstrip(b"\0")
-        if not text:
-            return None  # its process is just starting to write it
-        values = json.loads(text)
+        with record.opened(name, uid, folder=folder, follow=True) as files:
+            beacon = beacons.parsed(beacons.whole(lambda: record.content("beacon", files, uid)))
+            values = json.loads(record.content("said.json", files, uid))
         if not isinstance(values, dict) or values.get("format") != record.FORMAT:
             return f"is not of format {record.FORMAT}: another version of ipu_jax has written it"
-        return Record(identity, process, seen, _checked(Said, values), beacons.parsed(content))
+        return Record(identity, process, seen, _checked(Said, values), beacon)
     except (FileNotFoundError, psutil.NoSuchProcess):
-        return None  # the process has just ended
+        return None  # the process has just ended, or is just starting to write it
     except OSError as error:
         return error.strerror or str(error)
     except (ValueError, TypeError, RecursionError):
         return "is not a record: it is damaged"
-
-
-def _content(name: str, folder: int, uid: int) -> bytes:
-    """Return the content of a user's file. Refuse a file that could block or mislead the reader."""
-    with opening.reading(name, folder=folder) as file:
-        found, owner = file.read(_LARGEST + 1), os.fstat(file.fileno()).st_uid
-    if owner != uid:
-        raise OSError(f"belongs to user {owner}, not {uid}")
-    if len(found) > _LARGEST:
-        raise OSError("is too large for a record")
-    return found
 
 
 def _checked(kind: Any, value: Json) -> Json:

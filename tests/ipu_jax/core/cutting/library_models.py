@@ -7,7 +7,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from .example import LENGTH, VOCAB, D, Example, cross_entropy, images, rows, squared_error, tokens
 
@@ -191,42 +190,6 @@ def linen_unet() -> Example:
     return Example(loss, params, images, outputs=outputs)
 
 
-class NnxBlock(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.norm1, self.norm2 = nnx.LayerNorm(D, rngs=rngs), nnx.LayerNorm(D, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(HEADS, D, use_bias=False, decode=False, rngs=rngs)
-        self.up, self.down = nnx.Linear(D, 2 * D, rngs=rngs), nnx.Linear(2 * D, D, rngs=rngs)
-
-    def __call__(self, x):
-        x = x + self.attention(self.norm1(x), mask=nnx.make_causal_mask(x[..., 0]))
-        return x + self.down(nnx.gelu(self.up(self.norm2(x))))
-
-
-class NnxGPT(nnx.Module):
-    def __init__(self, layers: int, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(VOCAB, D, rngs=rngs)
-        self.blocks = nnx.List([NnxBlock(rngs) for _ in range(layers)])
-        self.norm = nnx.LayerNorm(D, rngs=rngs)
-
-    def __call__(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.embed.attend(self.norm(x))
-
-
-def nnx_gpt_tied() -> Example:
-    graph, params = nnx.split(NnxGPT(1, nnx.Rngs(1)), nnx.Param)
-
-    def logits(params, batch):
-        return nnx.merge(graph, params)(batch["ids"])
-
-    def loss(params, batch):
-        return cross_entropy(logits(params, batch), batch["labels"])
-
-    return Example(loss, params, tokens, outputs=logits)
-
-
 def equinox_mlp() -> Example:
     """`eqx.partition` keeps the activation out of the weights; the batch is mapped."""
     model = eqx.nn.MLP(D, D, width_size=12, depth=4, activation=jax.nn.softplus, key=jax.random.key(3))
@@ -241,55 +204,6 @@ def equinox_mlp() -> Example:
     return Example(loss, params, rows, outputs=outputs)
 
 
-class EquinoxBlock(eqx.Module):
-    attention: eqx.nn.MultiheadAttention
-    norm1: eqx.nn.LayerNorm
-    norm2: eqx.nn.LayerNorm
-    mlp: eqx.nn.MLP
-
-    def __init__(self, key):
-        first, second = jax.random.split(key)
-        self.attention = eqx.nn.MultiheadAttention(HEADS, D, key=first)
-        self.norm1, self.norm2 = eqx.nn.LayerNorm(D), eqx.nn.LayerNorm(D)
-        self.mlp = eqx.nn.MLP(D, D, 2 * D, depth=1, activation=jax.nn.gelu, key=second)
-
-    def __call__(self, x):
-        h = jax.vmap(self.norm1)(x)
-        x = x + self.attention(h, h, h, mask=jnp.tril(jnp.ones((len(x), len(x)), bool)))
-        return x + jax.vmap(self.mlp)(jax.vmap(self.norm2)(x))
-
-
-class EquinoxGPT(eqx.Module):
-    embed: eqx.nn.Embedding
-    blocks: list[EquinoxBlock]
-    head: eqx.nn.Linear
-
-    def __init__(self, layers: int, key):
-        first, last, *others = jax.random.split(key, layers + 2)
-        self.embed = eqx.nn.Embedding(VOCAB, D, key=first)
-        self.blocks = [EquinoxBlock(other) for other in others]
-        self.head = eqx.nn.Linear(D, VOCAB, key=last)
-
-    def __call__(self, ids):
-        x = jax.vmap(self.embed)(ids)
-        for block in self.blocks:
-            x = block(x)
-        return jax.vmap(self.head)(x)
-
-
-def equinox_gpt() -> Example:
-    params, static = eqx.partition(EquinoxGPT(1, jax.random.key(4)), eqx.is_inexact_array)
-
-    def logits(params, batch):
-        return jax.vmap(eqx.combine(params, static))(batch["ids"])
-
-    def loss(params, batch):
-        return cross_entropy(logits(params, batch), batch["labels"])
-
-    return Example(loss, params, tokens, outputs=logits)
-
-
 LIBRARY_MODELS = (
-    linen_gpt, linen_gpt_scanned, linen_mixture_of_experts, linen_batch_norm, linen_unet, nnx_gpt_tied,
-    equinox_mlp, equinox_gpt,
+    linen_gpt, linen_gpt_scanned, linen_mixture_of_experts, linen_batch_norm, linen_unet, equinox_mlp,
 )  # fmt: skip

@@ -66,29 +66,6 @@ def scanned_gpt() -> Example:
     return Example(loss, params, tokens, outputs=logits)
 
 
-def mixed_precision_gpt() -> Example:
-    """Weights are float32, the computation is bfloat16, the softmax float32."""
-    rng = np.random.default_rng(1)
-    params = {
-        "embed": normal(rng, VOCAB, D),
-        "blocks": [block_weights(rng)],
-        "norm": np.ones(D, np.float32),
-        "head": normal(rng, D, VOCAB),
-    }
-
-    def logits(params, batch):
-        params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
-        x = params["embed"][batch["ids"]]
-        for p in params["blocks"]:
-            x = jax.checkpoint(block)(p, x)
-        return norm(x, params["norm"]) @ params["head"]
-
-    def loss(params, batch):
-        return cross_entropy(logits(params, batch).astype(jnp.float32), batch["labels"])
-
-    return Example(loss, params, tokens, tolerance=0.06, outputs=logits)
-
-
 def scan_that_carries_a_key() -> Example:
     """Each layer splits the key that the scan carries, for its dropout."""
     rng = np.random.default_rng(2)
@@ -165,20 +142,6 @@ def encoder_decoder() -> Example:
         return tokens(rng) | {"source": rng.integers(1, VOCAB, size=(ROWS, 4)).astype(np.int32)}
 
     return Example(loss, params, micro_batch, outputs=logits)
-
-
-def weight_decay() -> Example:
-    """The loss has a penalty on all leaves."""
-    rng = np.random.default_rng(5)
-    params = {"layers": [{"w": normal(rng, D, D), "b": normal(rng, D)} for _ in range(6)]}
-
-    def loss(params, batch):
-        x = batch["x"]
-        for p in params["layers"]:
-            x = jnp.tanh(x @ p["w"] + p["b"])
-        return squared_error(x, batch["y"]) + 1e-2 * sum(jnp.sum(w**2) for w in jax.tree.leaves(params))
-
-    return Example(loss, params, rows)
 
 
 def reads_of_all_earlier_layers() -> Example:
@@ -410,34 +373,7 @@ def vae() -> Example:
     return Example(loss, params, lambda rng: {"x": rows(rng)["x"]}, takes_key=True)
 
 
-def contrastive() -> Example:
-    """Two towers; each row is compared with the pairs of all rows, so the loss is not a mean over rows."""
-    rng = np.random.default_rng(14)
-    params = {
-        "x": [normal(rng, D, D) for _ in range(3)],
-        "y": [normal(rng, D, D) for _ in range(3)],
-        "temperature": np.float32(1.5),
-    }
-
-    def tower(weights, x):
-        for w in weights:
-            x = x + jnp.tanh(x @ w)
-        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-
-    def towers(params, batch):
-        return {name: tower(params[name], batch[name]) for name in "xy"}
-
-    def loss(params, batch):
-        found = towers(params, batch)
-        logits = found["x"] @ found["y"].T * jnp.exp(params["temperature"])
-        labels = jnp.arange(logits.shape[0])
-        return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
-
-    return Example(loss, params, rows, outputs=towers)
-
-
 PLAIN_MODELS = (
-    scanned_gpt, mixed_precision_gpt, scan_that_carries_a_key, metrics, encoder_decoder, weight_decay,
-    reads_of_all_earlier_layers, custom_derivatives, control_flow, jitted_layers, lstm, unused_weights, recommender,
-    vae, contrastive,
+    scanned_gpt, scan_that_carries_a_key, metrics, encoder_decoder, reads_of_all_earlier_layers, custom_derivatives,
+    control_flow, jitted_layers, lstm, unused_weights, recommender, vae,
 )  # fmt: skip

@@ -94,22 +94,6 @@ def dpo_of_a_list() -> Example:
     return Example(loss, params, preferences)
 
 
-def dpo_of_a_stack() -> Example:
-    """The table is trained, too, and the reference has adapters of zeros."""
-    params = {"table": normal(RNG, VOCAB, D), "base": stacked(listed()), "lora": stacked(lora())}
-
-    def loss(params, mb):
-        def run(adapters, tokens):
-            each = lambda x, p: (adapted(x, p), None)
-            x, _ = lax.scan(each, params["table"][tokens[:, :-1]], (params["base"], adapters))
-            return likelihood(params["table"], x, tokens)
-
-        zeros = jax.tree.map(jnp.zeros_like, params["lora"])
-        return preference_loss(lambda tokens: run(params["lora"], tokens), lambda tokens: run(zeros, tokens), mb)
-
-    return Example(loss, params, preferences)
-
-
 def siamese_list() -> Example:
     return Example(lambda p, mb: agreement(looped(p, mb["x"]), looped(p, mb["y"])), listed(), pairs)
 
@@ -222,38 +206,6 @@ def clip() -> Example:
     return Example(loss, {"image": listed(), "text": listed(), "scale": np.float32(1)}, draw)
 
 
-def encoder_decoder() -> Example:
-    """Each layer runs once."""
-    params = {"table": normal(RNG, VOCAB, D), "encoder": listed(), "decoder": listed()}
-    params["cross"] = [normal(RNG, D, D) for _ in range(LAYERS)]
-
-    def loss(params, mb):
-        x = looped(params["encoder"], params["table"][mb["chosen"]])
-        y = params["table"][mb["rejected"]]
-        for p, cross in zip(params["decoder"], params["cross"], strict=True):
-            y = layer(y, p)
-            y = y + jax.nn.softmax(norm(y) @ cross @ jnp.swapaxes(x, -1, -2)) @ x
-        return -jnp.mean(likelihood(params["table"], y[:, :-1], mb["rejected"]))
-
-    return Example(loss, params, preferences)
-
-
-def u_net() -> Example:
-    """Each layer runs once; the first layer's result is read by the last layer."""
-
-    def loss(params, mb):
-        x, skips = mb["x"], []
-        for w in params["down"]:
-            x = jnp.tanh(x @ w)
-            skips.append(x)
-        for w in params["up"]:
-            x = jnp.tanh(jnp.concatenate([x, jax.nn.relu(skips.pop())], -1) @ w)
-        return jnp.mean((x - mb["y"]) ** 2)
-
-    down, up = ([normal(RNG, n * D, D) for _ in range(LAYERS)] for n in (1, 2))
-    return Example(loss, {"down": down, "up": up}, pairs)
-
-
 def gan() -> Example:
     """The critic runs on real rows first, and then on the generator's."""
 
@@ -271,11 +223,10 @@ def forth_and_back() -> Example:
 
 
 SHARES = {
-    **dict.fromkeys((dpo_of_a_list, dpo_of_a_stack), 4),
+    dpo_of_a_list: 4,
     **dict.fromkeys((siamese_list, siamese_stack, siamese_under_checkpoints, two_views_with_dropout), 2),
     **dict.fromkeys((batch_norm_on_both, target_of_a_list, target_of_a_list_that_moves_first), 2),
     **dict.fromkeys((target_of_a_stack, target_of_a_stack_that_moves_first), 2),
     **dict.fromkeys((teacher_and_student, teacher_in_a_scan, clip), 3),
 }
 """Functions in which another order divides the weights evenly, and how many arrays a boundary sends."""
-ONCE = (encoder_decoder, u_net)

@@ -259,10 +259,7 @@ SPELLINGS: dict[str, Any] = {
     "w.T, loop": of_pairs(lambda x, w, b: loop(x, lambda v, k: v[..., k].T, w.T, b.T)),
     "reshape, w[g, k]": of_pairs(group_by_group),
     "reshape, scan per group": of_pairs(scan_of_groups),
-    "w[k : k + 1]": of_pairs(lambda x, w, b: loop(x, lambda v, k: v[k : k + 1].squeeze(0), w, b)),
     "w[2 * k : 2 * k + 2]": of_pairs(two_at_a_time),
-    "index_in_dim": of_pairs(lambda x, w, b: loop(x, lambda v, k: lax.index_in_dim(v, k, keepdims=False), w, b)),
-    "at[k].get": of_pairs(lambda x, w, b: loop(x, lambda v, k: v.at[k].get(mode="clip"), w, b)),
     "tree of rows": (tree_rows, {"w": PAIRS}),
     "w[np.array]": after(lambda w: w[np.arange(L)]),
     "permuted by np.array": after(lambda w: w[np.array([0, 2, 1, 3])], loops=True),
@@ -303,7 +300,6 @@ SPELLINGS: dict[str, Any] = {
     # what is done to the stack first
     "lora, einsum": (of_lora(lambda a, c: jnp.einsum("lir,lro->lio", a, c)), LORA),
     "lora, vmap, loop": (of_lora(jax.vmap(jnp.matmul), each), LORA),
-    "lora, @": (of_lora(operator.matmul), LORA),
     "weight norm, vmap, loop": after(jax.vmap(lambda w: w / jnp.linalg.norm(w, axis=0)), loops=True),
     "standardised": after(standardised),
     "spectral norm": after(spectral),
@@ -375,14 +371,6 @@ def sometimes(p: Any, mb: Any) -> Any:
     return x
 
 
-def in_the_carry(p: Any, mb: Any) -> Any:
-    def one(k: Any, carry: Any) -> Any:
-        x, w, b = carry
-        return layer(x, w[k], b[k]), w, b
-
-    return lax.fori_loop(0, L, one, (mb["x"], p["w"], p["b"]))[0]
-
-
 def alternating(x: Any, pair: Any) -> Any:
     return jnp.sin(layer(x, pair[0])) + layer(x, pair[1]), None
 
@@ -403,7 +391,6 @@ SPELLINGS |= {
     "checkpoints that close over the stack": (closures(jax.checkpoint), EIGHT),
     "checkpoints of the stack and a number": (checkpoints_of_the_stack, EIGHT),
     "cond, rows in the branch": sometimes,
-    "weights in the carry": in_the_carry,
     "first row apart": of_pairs(lambda x, w, b: scan(layer(x, w[0], b[0]), (w[1:], b[1:]))),
     "last row apart": of_pairs(lambda x, w, b: layer(scan(x, (w[:-1], b[:-1])), w[-1], b[-1])),
     "even and odd rows": (

@@ -43,6 +43,11 @@ def scanned(p: Any, mb: Any, old: Any) -> tuple[Any, Any]:
     return lax.scan(lambda x, row: layer(x, *row), mb["x"], (p["w"], old))
 
 
+def reversed_rows(p: Any, s: Any, mb: Any) -> Any:
+    x, means = lax.scan(lambda x, row: layer(x, *row), mb["x"], (p["w"], s["m"]), reverse=True)
+    return x, {"m": means}
+
+
 def average(old: Any, new: Any) -> Any:
     return 0.9 * old + 0.1 * new
 
@@ -170,12 +175,15 @@ STATES: dict[str, tuple[Any, ...]] = {
     "list, clipped late": (of_list(lambda mb, old, new: jnp.clip(new, -9, 9)), LIST),
     "list, stop_gradient": (of_list(lambda mb, old, new: lax.stop_gradient(new)), LIST),
     "list, masked": (of_list(lambda mb, old, new: jnp.where(mb["train"], new, old)), LIST),
-    "list, averaged late": (
-        lambda p, s, mb: (lambda x, means: (x, {"m": [*map(average, s["m"], means)]}))(*run(p, mb, s["m"])),
-        LIST,
-    ),
     "list and a count": (counted, {**LIST, "count": np.int32(1)}),
     "scan": (of_scan(lambda mb, old, new: new), STACK),
+    "reversed scan": (reversed_rows, STACK),
+    "scan, cast first": (
+        lambda p, s, mb: (lambda x, means: (x, {"m": means}))(
+            *scanned(p, mb, s["m"].astype(jnp.bfloat16).astype(jnp.float32))
+        ),
+        STACK,
+    ),
     "scan, rows and a count": (counted_scan, {**STACK, "count": np.int32(1)}),
     "scan, averaged late": (of_scan(lambda mb, old, new: average(old, new)), STACK),
     "scan, cast late": (of_scan(lambda mb, old, new: new.astype(jnp.bfloat16).astype(jnp.float32)), STACK),
@@ -189,7 +197,6 @@ STATES: dict[str, tuple[Any, ...]] = {
     "loop, stack": (of_loop(lambda old, new: jnp.stack(new)), STACK),
     "loop, stack along 1": (of_loop(lambda old, new: jnp.stack(new, 1), lambda m, k: m[:, k]), COLUMNS),
     "loop, jnp.array": (of_loop(lambda old, new: jnp.array(new)), STACK),
-    "loop, concatenate": (of_loop(lambda old, new: jnp.concatenate([m[None] for m in new])), STACK),
     "loop, stack, masked late": (
         of_loop(lambda old, new: jnp.where(jnp.isfinite(jnp.stack(new)), jnp.stack(new), old)),
         STACK,

@@ -152,11 +152,6 @@ OF_TABLES: dict[str, Tail] = {
     "half": Tail(
         lambda w, h: cross_entropy((half(h) @ half(w["table"]).T).astype(jnp.float32), LABELS).mean(), tolerance=8e-3
     ),
-    "linen attend": Tail(
-        lambda w, h: cross_entropy(
-            nn.Embed(V, D).apply({"params": {"embedding": w["table"]}}, h, method="attend"), LABELS
-        ).mean()
-    ),
     "linen Dense": Tail(
         lambda w, h: cross_entropy(nn.Dense(V).apply({"params": w}, h), LABELS).mean(),
         {"kernel": MATRIX, "bias": BIAS},
@@ -175,7 +170,6 @@ OF_TABLES: dict[str, Tail] = {
     ),
     "at, fill": Tail(lambda w, h: (w["table"].at[TOKENS * 2 - V].get(mode="fill", fill_value=0.5) * h).sum()),
     "one_hot @": Tail(lambda w, h: ((jax.nn.one_hot(TOKENS, V) @ w["table"]) * h).sum()),
-    "linen Embed": Tail(lambda w, h: (nn.Embed(V, D).apply({"params": {"embedding": w["table"]}}, TOKENS) * h).sum()),
     "weight decay": Tail(lambda w, h: cross_entropy(h @ w["table"].T, LABELS).mean() + 0.1 * (w["table"] ** 2).sum()),
 }
 TAILS: dict[str, Tail] = {

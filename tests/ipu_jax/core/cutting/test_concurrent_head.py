@@ -47,28 +47,9 @@ class Case(NamedTuple):
 
 
 FAST = (
-    *(
-        "tied",
-        "with a bias",
-        "with a mask by weights",
-        "with a temperature",
-        "picked",
-        "one_hot",
-        "each loss",
-        "ignored",
-    ),
-    *(
-        "weighted",
-        "times the bias",
-        "chunks",
-        "checkpointed",
-        "next two",
-        "decayed",
-        "aux",
-        "one_hot look-up",
-        "look-up per token",
-        "towers",
-    ),
+    *("tied", "with a bias", "with a mask by weights", "with a temperature", "picked", "one_hot", "each loss"),
+    *("ignored", "weighted", "times the bias", "chunks", "checkpointed", "next two", "decayed", "aux"),
+    *("one_hot look-up", "look-up per token", "towers"),
 )
 
 

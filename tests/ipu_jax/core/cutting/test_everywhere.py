@@ -133,6 +133,7 @@ def test_half_precision_is_as_exact_as_elsewhere(seed):
 
 UPDATES = {
     "replicas, ZeRO and clipping": {"replicas": 2, "shard_optimizer": True, "clip": 0.5},
+    "every second update, of replicas": {"replicas": 2, "shard_optimizer": True, "clip": 0.5, "every": 2},
     "half precision": {"precision": "16.32", "rtol": 2e-2},
     "frozen table": {"frozen": True},
     "padding": {"example": "mlps_in_the_middle"},
@@ -145,9 +146,11 @@ def test_updates_equal_optax_on_the_dense_twin(how):
     """Three updates, so that what is wrong in the first one shows in the others."""
     options = dict(UPDATES[how])
     example, clip = EXAMPLES[options.pop("example", "tied")](), options.pop("clip", None)
+    every = options.pop("every", 1)
     replicas, rtol = options.pop("replicas", 1), options.pop("rtol", 2e-5)
     frozen = {**dict.fromkeys(example.params, False), "table": True} if options.pop("frozen", False) else None
-    transformation = optax.chain(*[optax.clip_by_global_norm(clip)] * (clip is not None), optax.adam(1e-2))
+    transformation: Any = optax.chain(*[optax.clip_by_global_norm(clip)] * (clip is not None), optax.adam(1e-2))
+    transformation = transformation if every == 1 else optax.MultiSteps(transformation, every)
     pipe = pipeline_of(example, ipus=3 if replicas == 1 else 2, replicas=replicas, schedule="1f1b", frozen=frozen)
     step = make_train_step(pipe, transformation, TrainOptions(gradient_accumulation=M, **options))
     state, batches = step.init(example.params), [batch_of(example, seed) for seed in range(replicas)]

@@ -247,23 +247,6 @@ def scaled_by(x, scale):
 scaled_by.defvjp(lambda x, scale: (x * scale, (x, scale)), lambda kept, g: (g * kept[1], kept[1] + 1.0))
 
 
-@jax.custom_vjp
-def with_balance(x, balance):
-    """Add the gradient of a balance loss, as mixtures of experts do, whatever the cotangent is."""
-    return x
-
-
-with_balance.defvjp(lambda x, balance: (x, balance.shape), lambda shape, g: (g, jnp.ones(shape)))
-
-
-@jax.custom_vjp
-def straight_through(x, unused):
-    return jnp.round(x)
-
-
-straight_through.defvjp(lambda x, u: (jnp.round(x), u), lambda u, g: (jnp.clip(g, -1, 1), jnp.zeros_like(u)))
-
-
 def in_a_scan(fn):
     return lambda x, scale: lax.scan(lambda x, _: (fn(x, scale), None), x, None, length=2)[0]
 
@@ -285,28 +268,12 @@ def test_a_gradient_that_ignores_its_cotangent_is_refused(wrap):
     assert_close(pipeline.unshard(pipeline.value_and_grad(pipeline.shard(SCALED), BATCH)[1]), gradients)
 
 
-def test_a_term_that_is_added_to_the_gradient_is_refused():
-    def balanced(params, mb):
-        x = with_balance(mb["x"] @ params["a"], jnp.sum(params["a"] ** 2))
-        return loss(params, {"x": x, "y": mb["y"]})
-
-    with refused("with_balance", "input 2", "multiply the gradient by the cotangent"):
-        cut(balanced)
-
-
 def test_a_gradient_that_is_stopped_may_ignore_its_cotangent():
     def stopped(params, mb):
         x = scaled_by(mb["x"] @ params["a"], lax.stop_gradient(params["scale"]))
         return loss(params, {"x": x, "y": mb["y"]})
 
     assert len(cut(stopped, SCALED).stages) == 2
-
-
-def test_own_derivatives_that_use_their_cotangent_are_right():
-    def rounded(params, mb):
-        return loss(params, {"x": straight_through(3 * mb["x"] @ params["a"], params["b"]), "y": mb["y"]})
-
-    assert_right(rounded, PARAMS)
 
 
 # modules

@@ -18,11 +18,11 @@ from support.dense import largest_relative_error
 from support.inputs import normal
 
 from . import runs_of_layers
-from .runs_of_layers import ONCE, SHARES
+from .runs_of_layers import SHARES
 from .test_whole_models import MODELS
 
 EXAMPLES = {
-    make.__name__: functools.cache(make) for make in (*SHARES, *ONCE, runs_of_layers.gan, runs_of_layers.forth_and_back)
+    make.__name__: functools.cache(make) for make in (*SHARES, runs_of_layers.gan, runs_of_layers.forth_and_back)
 }
 MOVED = "operations that read the same weights are in one stage, wherever they are in the function"
 
@@ -98,18 +98,9 @@ def test_the_engine_computes_what_the_function_computes(name, schedule):
     verify(pipe, pipe.shard(example.params), batch, state=state, key=key)
 
 
-@pytest.mark.parametrize("ipus", [2, 4])
-@pytest.mark.parametrize("name", [make.__name__ for make in ONCE])
-def test_layers_that_run_once_stay_in_the_order_of_the_function(name, ipus):
-    pipe, example = pipeline(name, ipus=ipus, schedule="1f1b", gradient_accumulation=4), EXAMPLES[name]()
-    assert MOVED not in str(pipe)
-    assert shares(pipe, example.params, apart=["table"]).max() < 1.15
-
-
-def test_no_other_whole_model_is_in_another_order():
-    moved = {"adversaries", "moving_target"}
-    for name in {*MODELS} - moved:
-        example = MODELS[name]()
+def test_no_whole_model_is_in_another_order():
+    for name, make in MODELS.items():
+        example = make()
         one = example.micro_batch(np.random.default_rng(0))
         model = cut_into(4, example.loss, example.params, one, state=example.state)
         assert MOVED not in str(model.described), name

@@ -248,39 +248,12 @@ def test_marks_say_where_to_cut(mark, options):
     assert len(cut_of(lambda p, x: marked(p, x, mark), MARKED, 2, **options).cut.ends) == 2  # the better of both
 
 
-def loop_over_layers(p, x):
-    for k in range(6):
-        w = jax.tree.map(lambda leaf: leaf[k], p["layers"])  # noqa: B023
-        x = jnp.tanh(x @ w["w"] + w["b"])
-    return jnp.mean(x**2)
-
-
 def scan_over_layers(p, x):
     x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w["w"] + w["b"]), None), x, p["layers"])
     return jnp.mean(x**2)
 
 
-def cast_and_scanned(p, x):
-    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), p)
-    return scan_over_layers(half, x.astype(jnp.bfloat16)).astype(jnp.float32)
-
-
-def checkpointed(p, x):
-    return jax.checkpoint(scan_over_layers)(p, x)
-
-
 STACKED = {"layers": {"w": normal((6, 8, 8), seed=0), "b": jnp.zeros((6, 8))}}
-
-
-@pytest.mark.parametrize("loss", [loop_over_layers, scan_over_layers, cast_and_scanned, checkpointed])
-def test_each_stage_holds_its_own_rows_of_stacked_weights(loss):
-    def wrapped(p, x):
-        return loss(p, x) * 1.0
-
-    function = cut_of(wrapped, STACKED, 3)
-    rows = {name: [part.rows for part in parts] for name, parts in function.weights.parts_of_groups.items()}
-    assert rows == {f"stage {s}": [(2 * s, 2 * s + 2)] * 2 for s in range(3)}
-    assert max(function.cut.work) < 1.1 * sum(function.cut.work) / 3
 
 
 @pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
@@ -396,23 +369,6 @@ def test_a_state_that_the_end_replaces_keeps_its_readers_in_one_stage():
     np.testing.assert_allclose(pipeline.unshard(new)["scale"], s["scale"], rtol=1e-6)
     for actual, one, other in zip(pipeline.unshard(gradients), g1, g2, strict=True):
         np.testing.assert_allclose(actual, (one + other) / 2, rtol=1e-5, atol=1e-7)
-
-
-def test_no_cut_is_between_the_operations_that_read_or_replace_a_leaf_of_the_state():
-    def loss(p, state, x):
-        means = []
-        for k, w in enumerate(p):
-            x = jnp.tanh(x @ w) * (state["scale"] if k == 2 else 1.0)
-            means.append(jnp.mean(x))
-        return jnp.mean(x**2), None, {"scale": means[4]}
-
-    _, params = chain([8] * 6)
-    program, _ = trace_of(lambda p, s, x, _: loss(p, s, x), params, {"scale": jnp.ones(())}, X, None)
-    places = Places(program, work_of(program))
-    (first,) = [t for t, op in enumerate(places.operations) if program.state[0] in op.invars]
-    (last,) = [t for t, op in enumerate(places.operations) if program.new_state[0] in op.outvars]
-    expected = [not first <= t < last for t in range(len(places.operations) - 1)]
-    assert places.allowed.tolist() == [*expected, False]
 
 
 def test_a_leaf_that_two_stages_of_one_ipu_read_is_there_once():

@@ -17,30 +17,10 @@ from support.dense import largest_relative_error
 from .tails import LABELS, TABLE, TAILS, H, V, random_tail
 
 FAST = (
-    *(
-        "optax",
-        "one_hot",
-        "vmap",
-        "map",
-        "checkpoint",
-        "relu",
-        "hinge",
-        "max of equal ones",
-        "clipped gradient",
-        "cosine",
-    ),
-    *(
-        "first columns",
-        "masked columns",
-        "position weights",
-        "product",
-        "labels out of range",
-        "argmax",
-        "sort",
-        "half",
-    ),
-    *("h @ W + b", "chunks", "tied", "take columns", "at, fill", "one_hot @", "weight decay", "normed gradient"),
-    *("straight through", "whole scale"),
+    *("optax", "one_hot", "vmap", "map", "checkpoint", "relu", "hinge", "max of equal ones", "clipped gradient"),
+    *("cosine", "first columns", "masked columns", "position weights", "product", "labels out of range", "argmax"),
+    *("sort", "half", "h @ W + b", "chunks", "tied", "take columns", "at, fill", "one_hot @", "weight decay"),
+    *("normed gradient", "straight through", "whole scale"),
 )
 
 

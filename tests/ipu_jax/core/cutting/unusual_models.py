@@ -5,7 +5,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 
 from .example import D, Example, normal, rows, squared_error
@@ -80,59 +79,6 @@ def scan_with_a_key_per_layer() -> Example:
     return Example(loss, params, rows, takes_key=True, outputs=outputs)
 
 
-def diffusion() -> Example:
-    """Time and noise are drawn with the key; every layer reads the embedding of the time."""
-    rng = np.random.default_rng(24)
-    params = {"time": normal(rng, D, D), "layers": [{"w": normal(rng, D, D), "t": normal(rng, D, D)} for _ in range(5)]}
-
-    def loss(params, batch, key):
-        for_time, for_noise = jax.random.split(key)
-        x = batch["x"]
-        time = jax.random.uniform(for_time, (len(x), 1))
-        noise = jax.random.normal(for_noise, x.shape)
-        frequencies = time * 2.0 ** jnp.arange(D // 2)
-        embedded = jax.nn.silu(jnp.concatenate([jnp.sin(frequencies), jnp.cos(frequencies)], -1) @ params["time"])
-        h = jnp.sqrt(1 - time) * x + jnp.sqrt(time) * noise
-        for p in params["layers"]:
-            h = h + jnp.tanh(h @ p["w"] + embedded @ p["t"])
-        return squared_error(h, noise), {"time": time[:, 0]}
-
-    return Example(loss, params, rows, takes_key=True)
-
-
-def adversaries() -> Example:
-    """Each side of the game stops the gradient into the other one's weights."""
-    rng = np.random.default_rng(25)
-    params = {"generator": layers_of(rng, 3), "critic": layers_of(rng, 3)}
-
-    def loss(params, batch):
-        criticise = lambda weights, x: tower(weights, x).mean(-1)
-        made = tower(params["generator"], batch["x"])
-        frozen = lax.stop_gradient(params["critic"])
-        real, fake = criticise(params["critic"], batch["y"]), criticise(params["critic"], lax.stop_gradient(made))
-        of_critic = jnp.mean(jax.nn.softplus(-real) + jax.nn.softplus(fake))
-        of_generator = jnp.mean(jax.nn.softplus(-criticise(frozen, made)))
-        return of_critic + of_generator, {"critic": of_critic, "generator": of_generator}
-
-    return Example(loss, params, rows)
-
-
-def moving_target() -> Example:
-    """The state is an average of the weights, another network, which a loss compares with the first (BYOL)."""
-    rng = np.random.default_rng(26)
-    params = {"online": layers_of(rng, 3), "predictor": normal(rng, D, D)}
-    state = {"target": jax.tree.map(lambda w: 0.8 * w, params["online"]), "steps": np.int32(3)}
-
-    def loss(params, state, batch):
-        online = tower(params["online"], batch["x"]) @ params["predictor"]
-        target = lax.stop_gradient(tower(state["target"], batch["y"]))
-        average = lambda old, new: 0.9 * old + 0.1 * lax.stop_gradient(new)
-        new = {"target": jax.tree.map(average, state["target"], params["online"]), "steps": state["steps"] + 1}
-        return squared_error(online, target), new
-
-    return Example(loss, params, rows, state=state)
-
-
 def state_read_everywhere() -> Example:
     """Every layer reads how many steps there were; the loss's average is kept."""
     rng = np.random.default_rng(27)
@@ -151,27 +97,6 @@ def state_read_everywhere() -> Example:
         return value / average, {"warm": warm}, state | {"steps": state["steps"] + 1, "average": average}
 
     return Example(loss, layers_of(rng, 5), rows, state=state, outputs=outputs)
-
-
-def physics() -> Example:
-    """The loss has derivatives of the network with respect to its input, of first and second order."""
-    rng = np.random.default_rng(28)
-    params = {"in": normal(rng, 1, D), "layers": layers_of(rng, 3), "out": normal(rng, D)}
-
-    def u(params, t):
-        x = jnp.tanh(t @ params["in"])
-        for w in params["layers"]:
-            x = jnp.tanh(x @ w)
-        return x @ params["out"]
-
-    def loss(params, batch):
-        du = jax.grad(u, 1)
-        ddu = jax.grad(lambda params, t: du(params, t)[0], 1)
-        t = batch["x"][:, :1]
-        residual = jax.vmap(lambda t: ddu(params, t)[0] + u(params, t))(t)
-        return jnp.mean(residual**2) + (u(params, jnp.zeros(1)) - 1) ** 2
-
-    return Example(loss, params, rows, tolerance=5e-5)
 
 
 def learning_to_learn() -> Example:
@@ -273,31 +198,6 @@ def unusual_aux() -> Example:
     return Example(loss, layers_of(rng, 4), rows)
 
 
-class LowRank(nn.Module):
-    @nn.compact
-    def __call__(self, x, train: bool = True):
-        for _ in range(3):
-            x = x + nn.tanh(nn.SpectralNorm(nn.Dense(D), collection_name="spectral")(x, update_stats=train))
-        return x
-
-
-def linen_spectral_norm() -> Example:
-    """The new state depends on weights and state, and on no activation."""
-    model = LowRank()
-    variables = initialized(model, rows(np.random.default_rng(0))["x"])
-
-    def loss(params, spectral, batch):
-        variables = {"params": params, "spectral": spectral}
-        y, new = model.apply(variables, batch["x"], mutable=["spectral"])
-        return squared_error(y, batch["y"]), new["spectral"]
-
-    def in_evaluation(params, spectral, batch):
-        return model.apply({"params": params, "spectral": spectral}, batch["x"], train=False)
-
-    state = variables["spectral"]
-    return Example(loss, variables["params"], rows, state=state, tolerance=5e-5, outputs=in_evaluation)
-
-
 class NormedLayer(nn.Module):
     train: bool
 
@@ -340,46 +240,6 @@ def linen_scan_with_state() -> Example:
     return Example(loss, variables["params"], rows, takes_key=True, tolerance=5e-5, **own)
 
 
-class NnxLayer(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.linear, self.norm = nnx.Linear(D, D, rngs=rngs), nnx.RMSNorm(D, rngs=rngs)
-        self.dropout = nnx.Dropout(0.2)
-
-    def __call__(self, x, rngs):
-        return x + self.dropout(nnx.gelu(self.linear(self.norm(x))), rngs=rngs)
-
-
-class NnxScanned(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        @nnx.split_rngs(splits=4)
-        @nnx.vmap(in_axes=(0,), out_axes=0)
-        def create(rngs):
-            return NnxLayer(rngs)
-
-        self.layers = create(rngs)
-
-    def __call__(self, x, rngs):
-        @nnx.split_rngs(splits=4)
-        @nnx.scan(in_axes=(0, nnx.Carry, 0), out_axes=nnx.Carry)
-        def forward(layer, x, rngs):
-            return layer(x, rngs)
-
-        return forward(self.layers, x, rngs)
-
-
-def nnx_scanned() -> Example:
-    """NNX's own scan over stacked layers, with dropout."""
-    graph, params = nnx.split(NnxScanned(nnx.Rngs(3)), nnx.Param)
-
-    def outputs(params, batch, key):
-        return nnx.merge(graph, params)(batch["x"], nnx.Rngs(dropout=key))
-
-    def loss(params, batch, key):
-        return squared_error(outputs(params, batch, key), batch["y"])
-
-    return Example(loss, params, rows, takes_key=True, outputs=outputs)
-
-
 def equinox_scanned() -> Example:
     """Layers made by `filter_vmap`, run by a scan over their arrays with a checkpoint, for each row of the batch."""
     keys = jax.random.split(jax.random.key(5), 5)
@@ -402,40 +262,8 @@ def equinox_scanned() -> Example:
     return Example(loss, params, rows, outputs=outputs)
 
 
-class EquinoxNormed(eqx.Module):
-    layers: list[eqx.nn.Linear]
-    norms: list[eqx.nn.BatchNorm]
-
-    def __init__(self, key):
-        self.layers = [eqx.nn.Linear(D, D, use_bias=False, key=k) for k in jax.random.split(key, 3)]
-        self.norms = [eqx.nn.BatchNorm(D, axis_name="batch", mode="ema", momentum=0.8) for _ in range(3)]
-
-    def __call__(self, x, state):
-        for layer, norm in zip(self.layers, self.norms, strict=True):
-            y, state = norm(layer(x), state)
-            x = x + jax.nn.tanh(y)
-        return x, state
-
-
-def equinox_batch_norm() -> Example:
-    model, state = eqx.nn.make_with_state(EquinoxNormed)(jax.random.key(6))
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-
-    def loss(params, state, batch):
-        model = eqx.combine(params, static)
-        y, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(batch["x"], state)
-        return squared_error(y, batch["y"]), state
-
-    def in_evaluation(params, state, batch):
-        model = eqx.nn.inference_mode(eqx.combine(params, static))
-        return jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(batch["x"], state)[0]
-
-    return Example(loss, params, rows, state=state, tolerance=5e-5, outputs=in_evaluation)
-
-
 UNUSUAL_MODELS = (
-    one_block_again_and_again, scan_with_results_of_layers, scan_with_a_key_per_layer, diffusion,
-    adversaries, moving_target, state_read_everywhere, physics, learning_to_learn, state_space, graph_network,
-    bfloat16_weights, unusual_aux, linen_spectral_norm, linen_scan_with_state, nnx_scanned, equinox_scanned,
-    equinox_batch_norm,
+    one_block_again_and_again, scan_with_results_of_layers, scan_with_a_key_per_layer, state_read_everywhere,
+    learning_to_learn, state_space, graph_network, bfloat16_weights, unusual_aux, linen_scan_with_state,
+    equinox_scanned,
 )  # fmt: skip

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
+from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, make_schedule, verify
 from ipu_jax.schedules import Schedule
 from support.against_plain import (
     assert_equals_its_twin,
@@ -18,6 +18,7 @@ from support.against_plain import (
     stages_at,
 )
 from support.dense import chain, largest_relative_error
+from support.layers import normal
 
 _ = None  # in a placement: a concurrent stage
 
@@ -104,31 +105,6 @@ def test_trees_of_floats_ints_and_bools_pass_between_stages(places):
     assert largest_relative_error(pipeline.unshard(gradients), expected) < 1e-2
 
 
-@pytest.mark.fast("places0")
-@pytest.mark.parametrize("places", [(0, 1, 0), (0, 0, 1), (_, 0, _)])
-def test_stages_that_share_a_group_add_their_gradients(places):
-    shared = [i for i, place in enumerate(places) if place == max(places, key=places.count)]
-    names = ["shared" if i in shared else f"own{i}" for i in range(3)]
-    rng = np.random.default_rng(0)
-    params = {name: jnp.asarray(rng.normal(scale=0.5, size=(4, 4)), jnp.float32) for name in dict.fromkeys(names)}
-    batch = jnp.asarray(rng.normal(size=(5, 3, 4)), jnp.float32)
-
-    def layer(w, x, mb):
-        return jnp.tanh((mb if x is None else x) @ w)
-
-    fns = [layer, layer, lambda w, x, mb: jnp.mean(layer(w, x, mb) ** 2)]
-    stages, specs = stages_at(places, fns, names)
-    pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=5, specs=specs)
-
-    def plain(params):
-        h = batch
-        for name in names:
-            h = jnp.tanh(h @ params[name])
-        return jnp.mean(h**2)
-
-    assert_equals_plain(pipeline, params, batch, plain)
-
-
 def rows_of(x, w):
     """Return the columns of x that are multiplied by this IPU's rows of w."""
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("ipu") * w.shape[0], w.shape[0], axis=1)
@@ -192,3 +168,39 @@ def test_messages_wait_at_every_boundary_where_each_stage_does_all_micro_batches
     depths = [[schedule.inbox_depth(boundary, kind) for boundary in range(turns - 1)] for kind in ("F", "B")]
     assert depths == [[m] * (turns - 1)] * 2
     assert_equals_its_twin(chain(places, m), 2, {"schedule": schedule})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ipus", "micro_batches", "rounds"), [("looped-zb", 2, 3, 3), ("zb-wave", 2, 3, 3), ("zb-wave", 3, 4, 4)]
+)
+def test_more_stages_per_ipu_than_two(name, ipus, micro_batches, rounds):
+    schedule = make_schedule(name, gradient_accumulation=micro_batches, ipus=ipus, rounds=rounds)
+    if ipus == 3:
+        places = (*schedule.placement, None)
+        schedule = make_schedule(name, gradient_accumulation=micro_batches, ipus=ipus, placement=places)
+    assert_equals_its_twin(chain(schedule.placement, micro_batches, like=False), ipus, {"schedule": schedule})
+
+
+@pytest.mark.parametrize(
+    ("name", "places", "micro_batches", "waiting"),
+    [
+        ("zbv", (0, 1, 2, 3, 3, 2, 1, 0), 5, {"F": [1, 2], "B": [1, 1]}),
+        ("looped", (0, 1, 2, 0, 1, 2), 4, {"F": [1, 1], "B": [1, 3]}),
+    ],
+    ids=["zbv", "looped"],
+)
+@pytest.mark.fast("looped")
+def test_messages_may_wait_for_the_second_of_two_like_stages_alone(name, places, micro_batches, waiting):
+    """Stages 1 and 2 are one piece of program, which comes after rings that only stage 2 needs."""
+    stages = [Stage(lambda w, x, mb: jnp.sin(x), ipu=ipu, name=f"stage {i}") for i, ipu in enumerate(places)]
+    stages[0] = Stage(lambda w, x, mb: mb @ w, params="first", ipu=places[0])
+    stages[-1] = Stage(lambda w, x, mb: jnp.mean((x @ w) ** 2), params="last", ipu=places[-1])
+    pipeline = Pipeline(stages, schedule=name, gradient_accumulation=micro_batches)
+    params = pipeline.shard({"first": normal(3, 3, seed=0), "last": normal(3, 2, seed=1)})
+    batch = np.random.default_rng(2).normal(size=(micro_batches, 5, 3)).astype(np.float32)
+    plan = pipeline.placement.plan(params, batch)
+    assert (1, 2) in plan.classes
+    of = plan.schedule.inbox_depth
+    assert {"F": [of(i - 1, "F") for i in (1, 2)], "B": [of(i, "B") for i in (1, 2)]} == waiting
+    verify(pipeline, params, batch)

@@ -1,7 +1,7 @@
 """Test the memory of a compiled step against the prediction of its report and the promises of the design.
 
 The bytes are XLA's own (`memory_analysis`), and the buffers are those in the compiled program's text, so nothing here
-depends on the code that predicts. `benchmarks/memory.py` has the model, and prints the figures of docs/measured.md.
+depends on the code that predicts.
 """
 
 import math
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from memory import (
+from support.tanh_layers import (
     LAYERS,
     MICRO_BATCHES,
     NEAR,

@@ -1,4 +1,7 @@
-"""Test that tables of micro-batches decode to themselves from their runs, and how many runs a table has."""
+"""Test that tables of micro-batches decode to themselves from their runs, and how many runs a table has.
+
+`test_executed` has the tables of every schedule.
+"""
 
 from typing import Any
 
@@ -9,7 +12,6 @@ import pytest
 
 from ipu_jax import make_schedule
 from ipu_jax.core.engine.scan import microbatches_at, runs_of, runs_of_ipu
-from ipu_jax.schedules import SCHEDULES
 
 
 def table_of(ticks_of: list[tuple[Any, list[int]]], ipus: int) -> np.ndarray:
@@ -21,36 +23,13 @@ def table_of(ticks_of: list[tuple[Any, list[int]]], ipus: int) -> np.ndarray:
     return table
 
 
-def decoded(tables: list[np.ndarray]) -> np.ndarray:
-    runs = runs_of(tables)
-    ticks, _, ipus = tables[0].shape
-    of_ipu = jax.jit(
-        lambda ipu: jax.vmap(lambda tick: microbatches_at(runs_of_ipu(runs, ipu), tick))(jnp.arange(ticks))
-    )
-    return np.stack([of_ipu(ipu) for ipu in range(ipus)], axis=2)
-
-
-def assert_decodes(tables: list[np.ndarray]) -> None:
-    np.testing.assert_array_equal(decoded(tables), np.concatenate(tables, axis=1))
-
-
-@pytest.mark.fast("gpipe-16", "1f1b-3", "zbv-3", "looped-zb-16")
-@pytest.mark.parametrize("micro_batches", [1, 3, 16])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_tables_of_every_family_decode_to_themselves(name, micro_batches):
-    schedule = make_schedule(name, ipus=4, gradient_accumulation=micro_batches)
-    rows = [rows for rows in (schedule.forward, schedule.backward, schedule.weight) if rows is not None]
-    last = max(tick for of_kind in rows for of_stage in of_kind for tick in of_stage)
-    tables = [table_of([*zip(schedule.placement, map(list, of_kind), strict=True)], 4) for of_kind in rows]
-    assert_decodes([np.pad(t, ((0, last + 1 - len(t)), (0, 0), (0, 0)), constant_values=-1) for t in tables])
-
-
-@pytest.mark.fast("0", "5")
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_rows_in_which_micro_batches_come_in_any_order_decode_to_themselves(seed):
     """Nothing here is a schedule: ticks have any micro-batch, some of them several times."""
     table = np.random.default_rng(seed).integers(-1, 4, (23, 3, 2)).astype(np.int32)
-    assert_decodes([table])
+    runs, ticks = runs_of([table]), jnp.arange(23)
+    of_ipu = jax.jit(lambda ipu: jax.vmap(lambda tick: microbatches_at(runs_of_ipu(runs, ipu), tick))(ticks))
+    np.testing.assert_array_equal(np.stack([of_ipu(ipu) for ipu in range(2)], axis=2), table)
 
 
 @pytest.mark.parametrize(

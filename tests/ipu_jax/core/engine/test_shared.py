@@ -105,33 +105,27 @@ def check_step(pipeline: Pipeline, *, rtol: float = 2e-6, dtype: Any = np.float3
     assert float(loss) == pytest.approx(float(expected), rel=rtol)
 
 
-LOOPED = {2: (0, 1, 0, 1), 4: (0, 1, 2, 3, 0, 1, 2, 3)}
+FOUR = (0, 1, 2, 3)
+CASES = [
+    *((places, {"schedule": name}) for places in ((0, 0, 1), (0, *FOUR)) for name in ("grouped", "1f1b", "zb-h1")),
+    *((places, {"schedule": "looped"}) for places in ((0, 1) * 2, FOUR * 2)),
+    (FOUR, {"middle": scaled}),
+    (FOUR, {"middle": scaled, "schedule": "zb-h1", "own": False}),
+    ((None, 0, 1), {}),
+    ((0, 1, None), {"own": False}),
+    ((0, None, 1), {"middle": scaled, "schedule": "1f1b"}),
+    ((0, 0), {"own": False}),
+    ((0, 1, 1), {"mesh": (2, 2), "reduction": "mean"}),
+    ((0, 1), {"mesh": (1, 3), "dtype": jnp.bfloat16}),
+]
 
 
-@pytest.mark.fast("zb-h1-2")
-@pytest.mark.parametrize("ipus", [2, 4])
-@pytest.mark.parametrize("schedule", ["grouped", "1f1b", "zb-h1", "looped"])
-def test_a_tied_table_gets_the_gradients_of_all_its_stages(schedule, ipus):
-    places = LOOPED[ipus] if schedule == "looped" else (0, *range(ipus))
-    check_step(tied(places, schedule=schedule))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("places", "options"),
-    [
-        ((0, 1, 2, 3), {"middle": scaled}),
-        ((0, 1, 2, 3), {"middle": scaled, "schedule": "zb-h1", "own": False}),
-        ((None, 0, 1), {}),
-        ((0, 1, None), {"own": False}),
-        ((0, None, 1), {"middle": scaled, "schedule": "1f1b"}),
-        ((0, 0), {"own": False}),
-        ((0, 1, 1), {"mesh": (2, 2), "reduction": "mean"}),
-    ],
-)
-def test_stages_at_other_places_share_as_well(places, options):
+@pytest.mark.fast("places2-options2")
+@pytest.mark.parametrize(("places", "options"), CASES)
+def test_a_tied_table_gets_the_gradients_of_all_its_stages(places, options):
     mesh = {"mesh": make_mesh(*options["mesh"])} if "mesh" in options else {}
-    check_step(tied(places, **options | mesh))
+    half = {"rtol": 3e-2, "dtype": options["dtype"]} if "dtype" in options else {}
+    check_step(tied(places, **{k: v for k, v in options.items() if k != "dtype"} | mesh), **half)
 
 
 def test_shared_weights_are_read_again_not_stashed():
@@ -157,11 +151,6 @@ def test_shared_weights_cost_as_little_stash_as_the_stages_own():
         plan = pipeline.placement.plan(pipeline.shard({"w": normal(ROWS, D)}), normal(M, ROWS, D))
         stashes.append([(kept.shape, kept.dtype) for kept in plan.programs[0].stash])
     assert stashes[0] == stashes[1] == [((3, ROWS, D), jnp.float32)]
-
-
-@pytest.mark.slow
-def test_in_bfloat16():
-    check_step(tied((0, 1), mesh=make_mesh(1, 3)), rtol=3e-2, dtype=jnp.bfloat16)
 
 
 @pytest.mark.slow

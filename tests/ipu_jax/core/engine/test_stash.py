@@ -54,25 +54,27 @@ def shapes_of(
     return {name: shape.shape for name, shape in Stash(plan).shapes.items()}
 
 
-def test_values_of_one_shape_share_a_buffer_whose_rows_are_micro_batches():
+SHAPED = f"stash:float32:{N}x{D}"
+BY_HAND = {  # widths per IPU, schedule, platform and shapes
     # grouped keeps 3 micro-batches on IPU 0 and 1 on IPU 1; IPU 1 keeps its input, too
-    assert shapes_of([[D, D], [D, D]], "grouped", 4) == {f"stash:float32:{N}x{D}": (6, N, D)}
-
-
-def test_another_shape_has_a_buffer_of_its_own_where_all_ipus_keep_as_much():
-    found = shapes_of([[2 * D, D], [2 * D, D]], "gpipe", 4)
+    "one shape": ([[D, D], [D, D]], "grouped", "gpu", {SHAPED: (6, N, D)}),
     # IPU 1 keeps its input, of D, beside a layer of 2D and one of D: 4 rows more than IPU 0
-    assert found == {f"stash:float32:{N}x{2 * D}": (4, N, 2 * D), f"stash:float32:{N}x{D}": (8, N, D)}
-
-
-def test_a_shape_of_one_ipu_is_flat_where_it_would_take_room_on_the_others():
+    "two shapes of which all IPUs keep as much": (
+        *([[2 * D, D], [2 * D, D]], "gpipe", "gpu"),
+        {f"stash:float32:{N}x{2 * D}": (4, N, 2 * D), SHAPED: (8, N, D)},
+    ),
     # IPU 0 keeps 3 micro-batches of 320 and of 8, IPU 1 one of 8 and one of 20, for which a buffer has two rows
-    found = shapes_of([[320, 8], [20]], "grouped", 4)
-    assert found == {f"stash:float32:{N}x8": (3, N, 8), "stash:float32:flat": (N * 960 + 1,)}
+    "a shape of one IPU, which would take room on the other": (
+        *([[320, 8], [20]], "grouped", "gpu"),
+        {f"stash:float32:{N}x8": (3, N, 8), "stash:float32:flat": (N * 960 + 1,)},
+    ),
+    "all are flat on a CPU": ([[D, D], [D, D]], "grouped", "cpu", {"stash:float32:flat": (N * 6 * D + 1,)}),
+}
 
 
-def test_on_a_cpu_all_are_flat():
-    assert shapes_of([[D, D], [D, D]], "grouped", 4, platform="cpu") == {"stash:float32:flat": (N * 6 * D + 1,)}
+@pytest.mark.parametrize(("widths", "schedule", "platform", "shapes"), BY_HAND.values(), ids=BY_HAND)
+def test_shapes_of_buffers_by_hand(widths, schedule, platform, shapes):
+    assert shapes_of(widths, schedule, 4, platform=platform) == shapes
 
 
 @pytest.mark.fast("20-False")

@@ -1,6 +1,7 @@
-"""Test the scan's stretches on GPUs: which guards are left in each, and that idle concurrent stages have no effect.
+"""Test the scan's stretches: which guards are left in each, and that idle concurrent stages have no effect.
 
-A GPU's program runs on CPUs here: only the name of the platform differs.
+Under the two-phase clock messages travel beside tasks on chips, which have no guard then; `test_like_blocks` compares
+what they compute. A chip's program runs on CPUs here: only the name of the platform differs.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, make_schedule
+from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, make_schedule
 from support.against_plain import (
     assert_equals_plain,
     bubbles_hold_nan,  # noqa: F401 (a fixture)
@@ -22,15 +23,23 @@ from support.platforms import programs_for
 BOTH_ENDS = (None, 0, 1, None)
 
 
-def scans_of(jaxpr: Any) -> list[tuple[int, int]]:
-    """Return the ticks of each scan over ticks, and the guards in a tick."""
+def scans_of(platform: str, schedule: str, places: Any) -> list[tuple[int, int, int]]:
+    """Return the ticks of each scan over ticks, and the guards and the exchanges outside of guards in a tick."""
+    model = chain(places, 3)
+    with programs_for(platform):
+        pipeline = model.pipeline(2, schedule=schedule)
+        return scans_in(jax.make_jaxpr(pipeline.value_and_grad)(pipeline.shard(model.params), model.batch).jaxpr)
+
+
+def scans_in(jaxpr: Any) -> list[tuple[int, int, int]]:
     found = []
     for eqn in jaxpr.eqns:
         inner = [*core.jaxprs_in_params(eqn.params)]
         if eqn.primitive.name == "scan":
-            found.append((eqn.params["length"], sum(e.primitive.name == "while" for e in inner[0].eqns)))
+            names = [e.primitive.name for e in inner[0].eqns]
+            found.append((eqn.params["length"], names.count("while"), names.count("ppermute")))
         else:
-            found += [scan for jaxpr in inner for scan in scans_of(jaxpr)]
+            found += [scan for jaxpr in inner for scan in scans_in(jaxpr)]
     return found
 
 
@@ -51,46 +60,19 @@ def scans_of(jaxpr: Any) -> list[tuple[int, int]]:
     ],
 )
 def test_the_ticks_and_the_guards_of_each_scan(platform, schedule, places, scans):
-    model = chain(places, 3)
-    with programs_for(platform):
-        pipeline = model.pipeline(2, schedule=schedule)
-        jaxpr = jax.make_jaxpr(pipeline.value_and_grad)(pipeline.shard(model.params), model.batch).jaxpr
-    assert scans_of(jaxpr) == scans
+    assert [scan[:2] for scan in scans_of(platform, schedule, places)] == scans
 
 
-def counting(w, x, mb, *, state):
-    """Return a layer's result, the micro-batches that it has seen, and the batch's sum as aux."""
-    return Outputs((mb["x"] if x is None else x) @ w, state=state + 1, aux=mb["x"].sum())
-
-
-@pytest.mark.slow
-def test_a_stage_in_front_with_state_sees_each_micro_batch_once():
-    rng, m = np.random.default_rng(0), 4
-    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
-    params = {"front": normal(5, 5), "block": normal(5, 5)}
-    batch = {"x": normal(m, 3, 5)}
-    stages = [
-        Stage(counting, params="front", state="seen", ipu=ALL_IPUS, name="front"),
-        Stage(lambda w, x, mb: x @ w, params="block", ipu=0),
-        Stage(lambda w, x, mb: x, ipu=1),
-        Stage(lambda w, x, mb: (x**2).mean(), ipu=ALL_IPUS),
-    ]
-    specs = {"front": jax.P()}
-    with programs_for("gpu"):
-        pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=m, specs=specs)
-        state = pipeline.shard_state({"seen": np.zeros((), np.int32)})
-        (loss, aux), gradients, state = pipeline.value_and_grad(pipeline.shard(params), batch, state=state)
-    expected, expected_gradients = jax.value_and_grad(lambda p: ((batch["x"] @ p["front"] @ p["block"]) ** 2).mean())(
-        params
-    )
-    assert int(pipeline.unshard(state)["seen"]) == m
-    np.testing.assert_allclose(aux["front"], batch["x"].sum((1, 2)), rtol=1e-5)
-    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
-    jax.tree.map(
-        lambda found, wanted: np.testing.assert_allclose(found, wanted, rtol=1e-4),
-        pipeline.unshard(gradients),
-        expected_gradients,
-    )
+@pytest.mark.parametrize(
+    ("platform", "schedule", "exchanges"),
+    [
+        *((platform, schedule, 2) for platform in ("tpu", "gpu") for schedule in ("grouped", "grouped-zb")),  # y and dx
+        *((platform, "1f1b", 0) for platform in ("tpu", "gpu")),  # the next tick needs them
+        *(("cpu", schedule, 0) for schedule in ("grouped", "grouped-zb", "1f1b")),
+    ],
+)
+def test_messages_travel_beside_tasks_on_chips_under_the_two_phase_clock(platform, schedule, exchanges):
+    assert [scan[2] for scan in scans_of(platform, schedule, (0, 1))] == [exchanges]
 
 
 @pytest.mark.slow

@@ -115,6 +115,11 @@ REFUSED: dict[str, Any] = {
         lambda g: lax.while_loop(lambda x: jnp.max(jnp.abs(x)) > 0.1, lambda x: 0.5 * x, g)
     ),
     "factors of vectors of layers": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    # parts of a leaf, flat, would not follow one another in the state
+    "flat state": lambda: optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.ravel, params),
+        lambda updates, state, params=None: (updates, jax.tree.map(lambda u, s: s + u.ravel(), updates, state)),
+    ),
 }
 
 

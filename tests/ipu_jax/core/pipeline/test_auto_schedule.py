@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, make_schedule, verify
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, verify
 from ipu_jax.core.schedules import _auto
 from ipu_jax.schedules import StageCosts, find_schedule
 from support.dense import chain, largest_relative_error
@@ -204,21 +204,6 @@ def random_and_counting():
 # the choice
 
 
-@pytest.mark.slow
-def test_the_same_shapes_give_the_same_schedule_with_memory_for_all_too_and_a_pipeline_takes_it():
-    found = []
-    for options in ({}, {}, {"ipu_memory": 1e9}):
-        _auto._searched.cache_clear()
-        pipeline, params, batch = unlike_stages(**options)
-        found.append(pipeline.choose_schedule(params, batch))
-    once, again, within = found
-    assert once == again
-    assert str(once) == str(again)
-    assert once.schedule == within.schedule
-    assert unlike_stages(schedule=once.schedule)[0].schedule is once.schedule
-    assert make_schedule("grouped", placement=(0, 0, 1, None), gradient_accumulation=M, ipus=2) != once.schedule
-
-
 def test_a_pipeline_is_the_same_value_before_and_after_its_first_call():
     """Each step takes the schedule of its shapes. In a long sequence the second stage takes the most time."""
     stages = [
@@ -273,16 +258,6 @@ def test_a_table_of_its_own_runs():
     assert pipeline.choose_schedule(params, model.batch, costs=costs).schedule.name == "auto"
     loss, gradients = pipeline.value_and_grad(params, model.batch)
     assert largest_relative_error((loss, pipeline.unshard(gradients)), model.twin()) < 1e-5
-
-
-@pytest.mark.slow
-def test_a_trace_chooses_the_same():
-    model = chain((0, 1, None), M, like=False)
-    pipeline = model.pipeline(2, schedule="auto")
-    params = pipeline.shard(model.params)
-    given = model.pipeline(2, schedule=pipeline.choose_schedule(params, model.batch).schedule)
-    traced, expected = (str(jax.make_jaxpr(of.value_and_grad)(params, model.batch)) for of in (pipeline, given))
-    assert traced == expected
 
 
 # memory

@@ -44,17 +44,8 @@ def half_inside(p, x):
     return lax.scan(step, x, layers(p))[0]
 
 
-def half_before(p, x):
-    low = jax.tree.map(lambda w: w.astype("bfloat16"), layers(p))
-    return scanned(low, x.astype("bfloat16")).astype("float32")
-
-
 def shared(p, x):
     return lax.scan(lambda h, w: (jnp.tanh(h @ p["c"] + h @ w["a"]) @ p["d"], None), x, layers(p))[0]
-
-
-def shared_untouched(p, x):
-    return lax.scan(lambda h, _: (h * 2, None), x @ p["c"], None, length=2)[0] @ p["d"]
 
 
 def backwards(p, x):
@@ -84,19 +75,8 @@ def nested_shared(p, x):
     return lax.scan(outer, x, layers(p))[0]
 
 
-def sliced(p, x):
-    for i in (2, 0, 1):
-        x = jnp.tanh(x @ p["a"][i]) * p["g"][i]
-    return x @ p["c"][:, :2] @ p["d"][1:3] + p["b"][1:, 1:3].sum() + p["c"][::2].sum() + p["d"][0, 0]
-
-
 def sliced_in_scan(p, x):
     return lax.scan(lambda h, w: (jnp.tanh(h @ w["a"][:, :2] @ w["b"][1:3]) + w["g"][0], None), x, layers(p))[0]
-
-
-def fused(p, x):
-    q, k, v = x @ p["c"][:, :2], x @ p["c"][:, 1:3], x @ p["c"][:, 2:]
-    return (q * k) @ v.T @ x @ p["d"]
 
 
 def counted(p, x):
@@ -123,15 +103,11 @@ def one_for_two(p, x):
     return x @ (p["c"] + p["d"]) + p["c"].sum()
 
 
-def unread(p, x):
-    return x @ p["c"] + 3 * p["s"]
-
-
 FUNCTIONS = {
     f.__name__: f
     for f in (
-        scaled, half, half_inside, half_before, shared, shared_untouched, backwards, with_outputs, twice, nested,
-        nested_shared, sliced, sliced_in_scan, fused, counted, beyond_the_end, looked_up, one_for_two, unread,
+        scaled, half, half_inside, shared, backwards, with_outputs, twice, nested, nested_shared, sliced_in_scan,
+        counted, beyond_the_end, looked_up, one_for_two,
     )
 } | {"scanned": lambda p, x: scanned(layers(p), x)}  # fmt: skip
 

@@ -54,8 +54,19 @@ def kept_of(fn, *shapes, costs):
     return cost, sorted(made_by.get(v, "input") for v in kept)
 
 
-def test_what_follows_from_free_inputs_is_not_kept():
-    assert kept_of(lambda x: jnp.tanh(x) * 2, (ROWS, D), costs=[False]) == (17 * ROWS * D / 16, [])
+BATCHED = lambda q, k: jnp.einsum("btk,bsk->bts", q, k)
+BY_HAND = {  # the function, its shapes, which inputs are dear, and what is kept
+    "what follows from free inputs": (lambda x: jnp.tanh(x) * 2, [(ROWS, D)], [False], []),
+    # 64 operations take as long as a byte, so a float32 is worth up to 128 products and sums
+    "a cheap batched product": (BATCHED, [(1, 64, 32)] * 2, [False] * 2, []),
+    "a dear batched product": (BATCHED, [(1, 64, 256)] * 2, [False] * 2, ["dot_general"]),
+    "a small result rather than a large input": (lambda x: jnp.exp(x).sum(-1), [(ROWS, D)], [True], ["reduce_sum"]),
+}
+
+
+@pytest.mark.parametrize(("fn", "shapes", "costs", "kept"), BY_HAND.values(), ids=BY_HAND)
+def test_what_is_kept_by_hand(fn, shapes, costs, kept):
+    assert kept_of(fn, *shapes, costs=costs)[1] == kept
 
 
 def test_a_product_with_weights_is_kept_and_what_follows_from_it_is_not():
@@ -65,17 +76,6 @@ def test_a_product_with_weights_is_kept_and_what_follows_from_it_is_not():
 
     by_hand = 4 * ROWS * D + 2 * ROWS * D  # bytes of the product; sin and cos take 16 operations, as long as a byte
     assert kept_of(fn, (ROWS, D), (D, D), costs=[True, False]) == (by_hand, ["dot_general"])
-
-
-def test_a_small_result_is_kept_rather_than_a_large_input():
-    assert kept_of(lambda x: jnp.exp(x).sum(-1), (ROWS, D), costs=[True])[1] == ["reduce_sum"]
-
-
-@pytest.mark.parametrize(("features", "kept"), [(32, []), (256, ["dot_general"])])
-def test_a_batched_product_is_computed_again_if_that_is_cheap(features, kept):
-    """By hand: 64 operations take as long as a byte, so a float32 is worth up to 128 products and sums."""
-    scores = lambda q, k: jnp.einsum("btk,bsk->bts", q, k)
-    assert kept_of(scores, (1, 64, features), (1, 64, features), costs=[False, False])[1] == kept
 
 
 SQUARE = (ROWS, ROWS)

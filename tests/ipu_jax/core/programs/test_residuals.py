@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ipu_jax import Outputs, Pipeline, Stage, verify
+from ipu_jax import Outputs, Pipeline, Stage
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs, one_by_one
 from ipu_jax.core.programs.segment_program import trace_segment
-from support.against_plain import assert_equals_plain
 
 ROWS, WIDTH = 4, 8
 
@@ -40,28 +39,6 @@ def stash_of(fn):
 def test_the_input_of_a_custom_vjp_is_computed_again_from_what_is_stashed_anyway():
     # x, and the two results of tanh: the second product's input is twice the first of them
     assert stash_of(two_products) == [(ROWS, WIDTH)] * 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["auto", "none"])
-def test_gradients_are_those_of_the_unsharded_program(recompute):
-    def loss(weights, x, microbatch):
-        return jnp.mean(two_products(weights, x, microbatch) ** 2)
-
-    keys = jax.random.split(jax.random.key(0), 5)
-    params = {name: list(jax.random.normal(key, (2, WIDTH, WIDTH)) / 3) for name, key in zip("ab", keys, strict=False)}
-    first = Stage(lambda w, x, mb: two_products(w, mb, mb), params="a", ipu=0, recompute=recompute)
-    pipeline = Pipeline([first, Stage(loss, params="b", ipu=1, recompute=recompute)], gradient_accumulation=3)
-    batch = jax.random.normal(keys[4], (3, ROWS, WIDTH))
-    verify(pipeline, pipeline.shard(params), batch)
-
-    def dense(params):  # without the custom rule
-        x = batch
-        for w in params["a"] + params["b"]:
-            x = jnp.tanh(x @ w) * 2
-        return jnp.mean(x**2)
-
-    assert_equals_plain(pipeline, params, batch, dense)
 
 
 def attention(w, x):

@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, reject, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ipu_jax.core.schedules import SCHEDULES, Schedule, make_schedule
@@ -140,62 +140,6 @@ def _with_idle_ticks(schedule: Schedule, data) -> dict:
         for kind in ("forward", "backward", "weight")
         if (rows := getattr(schedule, kind)) is not None
     }
-
-
-@settings(max_examples=70)
-@given(
-    placement=st.lists(st.none() | st.integers(0, 1), min_size=1, max_size=4).map(tuple),
-    m_count=st.integers(1, 4),
-    apart=st.integers(1, 3),
-    shift=st.integers(0, 3),
-    data=st.data(),
-)
-def test_a_stretched_schedule_replays_and_is_accepted_where_micro_batches_dont_meet(
-    placement, m_count, apart, shift, data
-):
-    """Let tasks come later, and micro-batches further apart."""
-    one = make_schedule("grouped", placement=placement, ipus=2, gradient_accumulation=1)
-    late = itertools.accumulate(data.draw(st.sampled_from([0, 0, 0, 1, 2])) for _ in range(2 * len(placement)))
-    forward = [row[0] + next(late) for row in one.forward]
-    backward = [row[0] + next(late) for row in reversed(one.backward)][::-1]
-
-    def stretched(m_count: int, apart: int) -> Schedule | None:
-        first = {"forward": forward, "backward": backward}
-        tables = {
-            kind: tuple(tuple(tick + apart * m for m in range(m_count)) for tick in ticks)
-            for kind, ticks in first.items()
-        }
-        found, _ = attempt(one, **tables)
-        if found is not None:
-            replay(found)
-        return found
-
-    stretched(m_count, apart)
-    alone = stretched(1, apart)
-    if alone is None:
-        reject()
-    assert stretched(2, alone.ticks + shift) is not None
-
-
-@pytest.mark.slow
-@settings(max_examples=40)
-@given(
-    schedule=schedules(tuple(n for n in SCHEDULES if n not in ("sequential", "grouped", "grouped-zb"))),
-    data=st.data(),
-)
-def test_micro_batches_may_run_in_another_order_where_the_slots_allow_it(schedule, data):
-    shuffled = data.draw(st.permutations(range(schedule.micro_batches)))
-    assume(shuffled != sorted(shuffled))
-    moved = {
-        kind: tuple(tuple(row[m] for m in shuffled) for row in rows)
-        for kind in ("forward", "backward", "weight")
-        if (rows := getattr(schedule, kind)) is not None
-    }
-    other, refusal = attempt(schedule, **moved)
-    if other is not None:
-        replay(other)
-    else:
-        assert refusal.endswith("freed it: run the micro-batches in order")
 
 
 def rows(*lines: str) -> tuple[tuple[int, ...], ...]:

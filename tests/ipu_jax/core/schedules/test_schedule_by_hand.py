@@ -1,4 +1,4 @@
-"""Test runs in lockstep summed by hand; training by zbv of unlike lengths; schedules out of order.
+"""Test runs in lockstep summed by hand, and schedules out of order.
 
 Nothing here depends on the simulator, the families or the validator: the tables are drawn and the sums written out.
 """
@@ -10,7 +10,6 @@ import pytest
 from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
 from ipu_jax.core.schedules import Schedule, make_schedule
 from support.against_plain import bubbles_hold_nan  # noqa: F401 (a fixture)
-from support.dense import chain, largest_relative_error
 from support.refusals import refused
 
 # lockstep: the IPUs wait for each other where a message crosses, and in concurrent stages; between two such moments
@@ -114,15 +113,6 @@ def test_makespans_in_lockstep_by_hand(case):
         shown = {"grouped": 2, "grouped-zb": 1}.get(name, len(times) - 1)
         assert slower.makespan == pytest.approx(sum(times) + 0.25 * shown)
     assert run.bubble == pytest.approx(1 - sum(busy) / (2 * sum(times)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("places", [(0, 0, 1, 0), (0, 1, 1, 1, 0, 0)], ids=str)
-def test_zbv_of_unlike_lengths_trains_as_its_dense_twin(places):
-    model = chain(places, 3, like=False)
-    pipeline = model.pipeline(2, schedule="zbv")
-    loss, gradients = pipeline.value_and_grad(pipeline.shard(model.params), model.batch)
-    assert largest_relative_error((loss, pipeline.unshard(gradients)), model.twin()) < 1e-5
 
 
 # out of order

@@ -3,7 +3,6 @@
 The texts below are what torch 2.13.0 wrote for two ranks with `_dump_csv`.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,74 +51,28 @@ def test_what_torch_wrote_is_read():
     )
 
 
-def loader(ranks: int, stages: int, micro_batches: int):
-    """Return torch's runtime without devices: as much of it as loads and writes a CSV."""
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_torch_loads_and_writes_every_schedule(name, tmp_path):
+    """By torch's runtime without devices: as much of it as loads and writes a CSV."""
     torch = pytest.importorskip("torch.distributed.pipelining.schedules")
+    schedule = make_schedule(name, ipus=4, gradient_accumulation=8)
     runtime = object.__new__(torch._PipelineScheduleRuntime)
     runtime.pipeline_order, runtime._stages, runtime._defer_pp_recv = {}, [], False
-    runtime.pp_group_size, runtime._num_stages, runtime._n_microbatches = ranks, stages, micro_batches
-    return runtime
-
-
-@pytest.mark.parametrize("micro_batches", [3, 8])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_torch_loads_every_schedule(name, micro_batches, tmp_path):
-    schedule = make_schedule(name, ipus=4, gradient_accumulation=micro_batches)
-    runtime = loader(4, len(schedule.placement), micro_batches)
+    runtime.pp_group_size, runtime._num_stages, runtime._n_microbatches = 4, len(schedule.placement), 8
     (tmp_path / "ours.csv").write_text(schedule.to_torch_csv())
     runtime._load_csv(str(tmp_path / "ours.csv"), format="compute_only")  # torch validates it
-    letter = "I" if schedule.weight else "B"
-    assert [" ".join(map(str, runtime.pipeline_order[rank])) for rank in range(4)] == [
-        order.replace("B", letter) for order in orders(schedule)
-    ]
     for form in ("compute_only", "compute_comms"):
         runtime._dump_csv(str(tmp_path / "theirs.csv"), format=form)
         again = Schedule.from_torch_csv((tmp_path / "theirs.csv").read_text(), name)
         assert (again.placement, orders(again)) == (schedule.placement, orders(schedule))
 
 
-@pytest.mark.parametrize("micro_batches", [8, 16])
-@pytest.mark.parametrize(
-    ("name", "placement"),
-    [
-        ("Interleaved1F1B", (0, 1, 2, 3) * 2),
-        ("LoopedBFS", (0, 1, 2, 3) * 2),
-        ("InterleavedZeroBubble", (0, 1, 2, 3) * 2),
-        ("ZBVZeroBubble", (0, 1, 2, 3, 3, 2, 1, 0)),
-        ("DualPipeV", (0, 1, 2, 3, 3, 2, 1, 0)),
-    ],
-)
-def test_the_schedules_that_torch_makes_are_read(name, placement, micro_batches, tmp_path, monkeypatch):
-    torch = pytest.importorskip("torch.distributed.pipelining.schedules")
-    monkeypatch.setattr(torch, "_check_torch_compile_compatibility", lambda *_: None)
-    stages = [
-        SimpleNamespace(stage_index=s, num_stages=8, group_rank=0, group_size=4, is_first=s == 0, is_last=s == 7)
-        for s, rank in enumerate(placement)
-        if rank == 0
-    ]
-    made = torch.get_schedule_class(name)(stages, micro_batches, loss_fn=lambda _: None)
-    made._dump_csv(str(tmp_path / "theirs.csv"), format="compute_only")
-    schedule = Schedule.from_torch_csv((tmp_path / "theirs.csv").read_text())
-    assert schedule.placement == placement
-    least = make_schedule(name, ipus=4, gradient_accumulation=micro_batches).simulate().makespan
-    assert least <= schedule.simulate().makespan <= least + 0.5
-    for rank in (0, 1, 2):  # the last one has neighbouring stages under the folded schedules, which run as one
-        theirs: list[str] = []
-        for action in filter(None, made.pipeline_order[rank]):
-            for part in action.sub_actions or (action,):
-                text = str(part)
-                whole = schedule.weight is not None and "B" in text
-                theirs += [text, text.replace("B", "W")] if whole else [text.replace("I", "B")]
-        assert orders(schedule)[rank] == " ".join(theirs)
-
-
-# without torch
-
-
 def test_a_csv_of_1f1b_is_1f1b():
     schedule = Schedule.from_torch_csv("0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n", "1f1b")
     assert schedule == make_schedule("1f1b", ipus=2, gradient_accumulation=2)
     assert schedule.to_torch_csv() == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    split = make_schedule("zb-h1", ipus=2, gradient_accumulation=1)
+    assert split.to_torch_csv() == "0F0,0I0,0W0\n1F0,1I0,1W0\n"
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3, 8])
@@ -137,18 +90,6 @@ def test_the_backward_may_take_the_micro_batches_in_reverse():
     """torch's LoopedBFS does."""
     schedule = Schedule.from_torch_csv("0F0,0F1,0F2,0B2,0B1,0B0\n1F0,1F1,1F2,1B2,1B1,1B0")
     assert schedule.backward == ((7, 6, 5), (6, 5, 4))
-
-
-def test_neighbouring_stages_of_a_row_run_as_one():
-    """By hand: F and B of stages 1 and 2 where torch does the first of them, W where it does the last."""
-    text = "0F0,3F0,3I0,0I0,3W0,0W0\n1F0,2F0,2I0,2W0,1I0,1W0"
-    schedule = Schedule.from_torch_csv(text)
-    assert schedule.placement == (0, 1, 1, 0)
-    assert schedule.forward == ((0,), (1,), (1,), (2,))
-    assert schedule.backward == ((5,), (4,), (4,), (3,))
-    assert schedule.weight == ((7,), (5,), (5,), (6,))
-    waits = Schedule.from_torch_csv("0F0,1F0,0F1,1F1,1I0,0I0,1W0,1I1,0I1,0W0,1W1,0W1")
-    assert (waits.forward, waits.backward, waits.weight) == (((0, 1),) * 2, ((2, 3),) * 2, ((4, 5),) * 2)
 
 
 READ: Any = Schedule.from_torch_csv

@@ -204,7 +204,7 @@ def test_an_exit_with_0_that_costs_another_one_its_connection_is_named_first(tmp
     assert failed in consequence
 
 
-AT_IMPORT = "with beacons.meeting('in popdist.init', 600): time.sleep(600)"
+AT_IMPORT = "with record.meeting('in popdist.init', 600): time.sleep(600)"
 
 
 def test_an_instance_that_ends_before_it_has_a_beacon_is_named(tmp_path):

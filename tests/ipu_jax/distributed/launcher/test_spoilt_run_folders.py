@@ -46,7 +46,7 @@ class Instance:
         self.pid = started.process.pid
 
     def plant(self, name: str, content: str | bytes | Callable[[Path], object]) -> None:
-        path = self.folder / name
+        path = self.folder / "0" / name
         if callable(content):
             content(path)
         else:
@@ -80,6 +80,7 @@ def instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Instan
         (folder,) = tmp_path.glob("poprun-*")
         while not host._instances[0].process.stdout.read(1):  # pyright: ignore[reportOptionalMemberAccess]
             time.sleep(0.01)  # until it ignores the signal
+        (folder / "0").mkdir(0o700)
         yield Instance(host, folder)
     assert not folder.exists()
 
@@ -89,8 +90,8 @@ def zeros(path: Path) -> None:
 
 
 def test_a_good_record_is_read(instance: Instance):
-    instance.plant("beacon.0", beacon(instance.pid, begun=2, finished=1))
-    instance.plant("error.0.json", json.dumps(GOOD))
+    instance.plant("beacon", beacon(instance.pid, begun=2, finished=1))
+    instance.plant("error.json", json.dumps(GOOD))
     seen = instance.seen()
     assert seen.progress is not None
     assert (seen.pid, seen.progress.begun) == (instance.pid, 2)
@@ -115,8 +116,8 @@ def test_a_good_record_is_read(instance: Instance):
     ids=lambda value: getattr(value, "__name__", None) or str(value[:30]),
 )
 def test_a_bad_record_of_an_error_is_none(instance: Instance, content: Any):
-    instance.plant("beacon.0", beacon(instance.pid))
-    instance.plant("error.0.json", content)
+    instance.plant("beacon", beacon(instance.pid))
+    instance.plant("error.json", content)
     assert instance.seen().error is None
 
 
@@ -135,7 +136,7 @@ def test_a_bad_record_of_an_error_is_none(instance: Instance, content: Any):
     ],
 )
 def test_a_bad_beacon_is_none(instance: Instance, content: Any):
-    instance.plant("beacon.0", content)
+    instance.plant("beacon", content)
     seen = instance.seen()
     assert (seen.progress, seen.pid) == (None, instance.pid)
     assert seen.letter in "RS"
@@ -149,8 +150,8 @@ def test_a_beacon_cannot_name_a_process_that_its_instance_has_not_started(instan
     with subprocess.Popen(["sleep", "600"], env={**os.environ, **usual}) as victim:
         try:
             named = {"our group": 0, "everybody": -1, "too large": 2**40}.get(whose, victim.pid)
-            instance.plant("beacon.0", beacon(named))
-            instance.plant("stacks.0", "")
+            instance.plant("beacon", beacon(named))
+            instance.plant("stacks", "")
             assert instance.seen().pid == instance.pid
             assert instance.stacks().text == ""
             assert victim.poll() is None
@@ -161,25 +162,25 @@ def test_a_beacon_cannot_name_a_process_that_its_instance_has_not_started(instan
 def test_a_child_of_the_instance_in_another_group_is_named(instance: Instance):
     mine = {"IPU_JAX_RUN_DIR": str(instance.folder), "IPU_JAX_INSTANCE": "0"}
     child = subprocess.Popen(["sleep", "600"], env={**os.environ, **mine}, start_new_session=True)
-    instance.plant("beacon.0", beacon(child.pid))
+    instance.plant("beacon", beacon(child.pid))
     wait_for(lambda: instance.seen().pid == child.pid)  # its environment appears a moment after its start
-    instance.plant("stacks.0", "")
+    instance.plant("stacks", "")
     instance.host.ask_stacks(0)
     assert child.wait(60) == -10  # SIGUSR1 has reached it
 
 
 @pytest.mark.parametrize("content", [os.mkfifo, zeros])
 def test_stacks_in_no_regular_file_are_none(instance: Instance, content: Any):
-    instance.plant("beacon.0", beacon(instance.pid))
-    instance.plant("stacks.0", content)
+    instance.plant("beacon", beacon(instance.pid))
+    instance.plant("stacks", content)
     assert instance.stacks() == Stacks(0, "", ())
 
 
 def test_endless_stacks_are_cut(instance: Instance):
-    instance.plant("beacon.0", beacon(instance.pid))
-    instance.plant("stacks.0", "old")
+    instance.plant("beacon", beacon(instance.pid))
+    instance.plant("stacks", "old")
     instance.host.ask_stacks(0)
-    instance.plant("stacks.0", "old" + "x\n" * (1 << 21))
+    instance.plant("stacks", "old" + "x\n" * (1 << 21))
     found = instance.answer()
     assert found.text[:4] == "x\nx\n"
     assert len(found.text) == 1 << 20
@@ -203,8 +204,8 @@ SLOTS = struct.pack("<IIIiQ", 1, 0, 0, 3, 5) * 100
     ],
 )
 def test_a_bad_flight_record_has_no_lines(instance: Instance, slots: Any, tasks: Any):
-    instance.plant("flight.0", slots)
-    instance.plant("flight.0.1.json", tasks)
+    instance.plant("ticks", slots)
+    instance.plant("tasks.1.json", tasks)
     assert instance.stacks() == Stacks(0, "", ())
 
 
@@ -212,9 +213,12 @@ def test_a_bad_flight_record_has_no_lines(instance: Instance, slots: Any, tasks:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (f"(run_dir / 'error.0.json').write_text({DEEP[:3]!r} * 100_000); sys.exit(3)", "exited with status 3"),
+        (f"(run_dir / '0' / 'error.json').write_text({DEEP[:3]!r} * 100_000); sys.exit(3)", "exited with status 3"),
         ("write_error(ValueError('\\x1b[2J\\ud800')); sys.exit(3)", "failed with ValueError: ? (exit status 3)"),
-        ("os.remove(run_dir / 'beacon.0'); os.mkfifo(run_dir / 'beacon.0'); os.kill(os.getpid(), 9)", "by SIGKILL"),
+        (
+            "os.remove(run_dir / '0' / 'beacon'); os.mkfifo(run_dir / '0' / 'beacon'); os.kill(os.getpid(), 9)",
+            "by SIGKILL",
+        ),
     ],
     ids=["deep JSON", "commands", "no beacon"],
 )

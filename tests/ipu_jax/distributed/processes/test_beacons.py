@@ -12,7 +12,7 @@ import pytest
 
 from ipu_jax.base import facts
 from ipu_jax.core.mesh import devices
-from ipu_jax.distributed.processes import beacons, listener
+from ipu_jax.distributed.processes import listener, record
 from ipu_jax.distributed.processes.beacons import Beacon, Phase, read
 from ipu_jax.distributed.processes.listener import OWN
 from ipu_jax.steps import InFlight
@@ -72,37 +72,37 @@ def test_what_is_no_beacon_is_not_read(tmp_path, content):
 
 @pytest.fixture
 def launched(tmp_path, monkeypatch):
-    monkeypatch.setenv(beacons.RUN_DIR, str(tmp_path))
-    monkeypatch.setenv(beacons.INSTANCE, "3")
-    monkeypatch.setattr(beacons, "_looked", False)
-    monkeypatch.setattr(beacons, "_current", None)
+    monkeypatch.setenv(record.RUN_DIR, str(tmp_path))
+    monkeypatch.setenv(record.INSTANCE, "3")
+    monkeypatch.setattr(record, "_looked", False)
+    monkeypatch.setattr(record, "_record", None)
     OWN.forget()
     devices._outstanding.clear()
-    return tmp_path / "beacon.3"
+    return tmp_path / "3" / "beacon"
 
 
 def test_the_first_process_of_an_instance_that_asks_writes_its_beacon(launched):
-    beacon = beacons.current()
+    beacon = record.current()
     assert beacon is not None
-    assert beacons.current() is beacon
+    assert record.current() is beacon
     assert read(launched) is not None
 
 
 def test_another_process_of_the_instance_writes_none(launched):
-    Beacon(launched)
-    assert beacons.current() is None
+    launched.parent.mkdir()
+    assert record.current() is None
 
 
 def test_a_process_that_was_forked_off_writes_none(launched):
     code = """
 import os
-from ipu_jax.distributed.processes import beacons
-print(beacons.current() is not None, flush=True)
+from ipu_jax.distributed.processes import record
+print(record.current() is not None, flush=True)
 if os.fork() == 0:
-    print(beacons.current(), flush=True)
+    print(record.current(), flush=True)
     raise SystemExit
 os.wait()
-print(beacons.current() is not None)
+print(record.current() is not None)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("True\nNone\nTrue\n", "")
@@ -127,9 +127,9 @@ def test_a_step_counts_as_begun_before_its_dispatch(launched):
 
 
 def test_only_the_outermost_piece_of_work_counts(launched):
-    beacons.current()
-    with beacons.during(Phase.BUSY, "saving", 60):
-        with beacons.during(Phase.WAITING, "in a barrier", 5):
+    record.current()
+    with record.during(Phase.BUSY, "saving", 60):
+        with record.during(Phase.WAITING, "in a barrier", 5):
             assert seen(launched).phase is Phase.BUSY
         assert seen(launched).phase is Phase.BUSY
     assert seen(launched).phase is Phase.SILENT
@@ -168,7 +168,7 @@ def test_a_step_inside_jit_is_not_dispatched(launched):
         return y
 
     jax.jit(own_loop)(jnp.float32(1))
-    assert beacons.current() is not None
+    assert record.current() is not None
     assert (seen(launched).phase, seen(launched).begun) == (
         Phase.SILENT,
         0,

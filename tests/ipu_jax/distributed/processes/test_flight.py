@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -14,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from ipu_jax.distributed.processes import flight
+from ipu_jax.distributed.processes import flight, record
+from ipu_jax.distributed.processes.record import OwnRecord
 from ipu_jax.schedules import make_schedule
 from support.launched import wait_for
 from support.programs import places
@@ -109,7 +111,7 @@ def hanging(folder: Path, about: Sequence[Any], instances: int = 1) -> Iterator[
             return all((folder / f"{name}.{number}").exists() for number in range(instances))
 
         def lines() -> list[str]:
-            return [line for number in range(instances) for line in flight.read(folder, number).lines]
+            return [line for number in range(instances) for line in flight.read(folder / str(number)).lines]
 
         wait_for(lambda: all_have("warm"), 90)
         assert len(lines()) == replicas * ipus
@@ -176,39 +178,41 @@ def told(text: str) -> set[tuple[int, str, int]]:
 
 
 def test_lines_follow_replicas_and_ipus_and_say_what_is_done_in_a_tick(tmp_path):
-    path = tmp_path / "flight.7"
-    recorder = flight.Recorder(path)
+    own = OwnRecord(tmp_path / "7", launched=True)
+    recorder = flight.Recorder(own)
     tasks = [["F of micro-batch 0 of stage 0 (a)", ""], ["", "B of micro-batch 0 of stage 1 (b)"]]
     report = recorder.report("one", "training", 2, lambda: tasks)
-    assert flight.read(tmp_path, 7) == flight.Seen()
+    assert flight.read(own.folder) == flight.Seen()
     since = time.monotonic()
     report(1, 1, 1)
     report(1, 0, 1)
     report(0, 1, 2)
     report(0, 0, 0)
-    assert [re.sub(r", for \d+\.\d s$", "", line) for line in flight.read(tmp_path, 7).lines] == [
+    assert [re.sub(r", for \d+\.\d s$", "", line) for line in flight.read(own.folder).lines] == [
         "IPU 0 of replica 0: F of micro-batch 0 of stage 0 (a), tick 0 of 2",
         "IPU 1 of replica 0: after all 2 ticks of training: collectives, the update, or nothing",
         "IPU 0 of replica 1: idle in tick 1 of 2",
         "IPU 1 of replica 1: B of micro-batch 0 of stage 1 (b), tick 1 of 2",
     ]
-    assert flight.read(tmp_path, 7).ticks == (0, 2)
+    assert flight.read(own.folder).ticks == (0, 2)
     other = recorder.report("other", "evaluation", 3, lambda: [["F"], ["F"], ["F"]])  # needs further slots
     assert recorder.report("one", "training", 2, list) is report
     other(2, 2, 0)
     report(0, 0, 1)
-    lines = flight.read(tmp_path, 7).lines
+    lines = flight.read(own.folder).lines
     assert len(lines) == 5
     assert lines[0].startswith("IPU 0 of replica 0: idle in tick 1 of 2, for ")
     assert lines[4].startswith("IPU 2 of replica 2: F, tick 0 of 1, for ")
     assert float(lines[4].split()[-2]) <= time.monotonic() - since + 0.1
-    assert flight.read(tmp_path, 8) == flight.Seen()
-    with pytest.raises(FileExistsError):
-        flight.Recorder(path)
+    report(0, 1, 0)
+    assert flight.read(own.folder).ticks == (0, 1)  # of IPU 2: IPU 1 is idle in tick 0
+    other(2, 2, 1)
+    assert flight.read(own.folder).ticks == (1, 1)
+    assert flight.read(tmp_path / "8") == flight.Seen()
 
 
 def test_many_ipus_have_slots_of_their_own(tmp_path):
-    recorder = flight.Recorder(tmp_path / "flight.0")
+    recorder = flight.Recorder(OwnRecord(tmp_path / "0", launched=True))
     few = recorder.report("few", "training", 1, lambda: [["F"]] * 3)
     few(0, 2, 0)
     many = recorder.report("many", "training", 50, lambda: [["B"]] * 40)
@@ -216,26 +220,33 @@ def test_many_ipus_have_slots_of_their_own(tmp_path):
         for ipu in range(40):
             many(replica, ipu, replica % 2)
     few(0, 1, 0)
-    lines = flight.read(tmp_path, 0).lines
+    lines = flight.read(tmp_path / "0").lines
     assert len(lines) == 2000
     assert lines[1].startswith("IPU 1 of replica 0: F, tick 0 of 1")
     assert lines[2].startswith("IPU 2 of replica 0: B, tick 0 of 1")
     assert lines[1999].startswith("IPU 39 of replica 49: after all 1 ticks")
 
 
-@pytest.mark.parametrize("missing", [flight.RECORD, "IPU_JAX_RUN_DIR"])
-def test_nothing_is_recorded_unless_a_launcher_asks(missing, tmp_path, monkeypatch):
-    monkeypatch.setattr(flight, "_current", {})
-    for name, value in {flight.RECORD: "1", "IPU_JAX_RUN_DIR": str(tmp_path), "IPU_JAX_INSTANCE": "0"}.items():
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """Let a launcher ask for the ticks of this process."""
+    for name in ("_looked", "_record"):
+        monkeypatch.setattr(record, name, None)
+    for name, value in {flight.RECORD: "1", record.RUN_DIR: str(tmp_path), record.INSTANCE: "0"}.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("missing", [flight.RECORD, "IPU_JAX_RUN_DIR"])
+@pytest.mark.usefixtures("asked")
+def test_nothing_is_recorded_unless_a_launcher_asks(missing, tmp_path, monkeypatch):
     monkeypatch.delenv(missing)
     assert flight.report_of("one", "training", 1, lambda: [["F"]]) is None
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.rglob("ticks"))
 
 
-def test_a_folder_that_is_gone_ends_no_training(tmp_path, monkeypatch):
-    monkeypatch.setattr(flight, "_current", {})
-    for name, value in {flight.RECORD: "1", "IPU_JAX_RUN_DIR": str(tmp_path / "no"), "IPU_JAX_INSTANCE": "0"}.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.usefixtures("asked")
+def test_a_folder_that_is_gone_ends_no_training(tmp_path):
+    assert record.current() is not None
+    shutil.rmtree(tmp_path / "0")
     with pytest.warns(UserWarning, match="flight recorder"):
         assert flight.report_of("one", "training", 1, lambda: [["F"]]) is None

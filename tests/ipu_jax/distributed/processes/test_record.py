@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Feed, Pipeline, Stage, TrainOptions, cli, fit, make_mesh, make_train_step, popdist
 from ipu_jax.distributed.processes import beacons, listener, record
-from ipu_jax.distributed.processes.identity import is_living, own_identity
+from ipu_jax.distributed.processes.identity import Identity, is_living, own_identity
 from ipu_jax.distributed.processes.listener import OWN
 from ipu_jax.run.observe.monitor import records
 from ipu_jax.steps import InFlight
@@ -27,20 +27,18 @@ from support.launched import environment
 def folder(tmp_path, monkeypatch):
     """Let this process begin a record of its own, in a new folder."""
     monkeypatch.setenv("IPU_JAX_MONITOR", str(tmp_path / "records"))
-    for module, name in ((record, "_asked"), (record, "_record"), (beacons, "_current"), (beacons, "_looked")):
-        monkeypatch.setattr(module, name, None)
+    for name in ("_asked", "_record", "_looked"):
+        monkeypatch.setattr(record, name, None)
     OWN.forget()
-    yield tmp_path / "records"
-    if record._record is not None:
-        record._record.remove()
+    return tmp_path / "records"
 
 
 def written(folder):
     """Return what the record of this process says: its JSON, and its beacon."""
     (path,) = folder.iterdir()
-    reading = beacons.read(path)
+    reading = beacons.read(path / "beacon")
     assert reading is not None
-    return json.loads(path.read_bytes()[beacons.SIZE :].rstrip(b"\0")), reading
+    return json.loads((path / "said.json").read_text()), reading
 
 
 def pipeline_of_two():
@@ -61,7 +59,7 @@ def test_a_training_writes_its_ipus_stages_updates_and_examples(folder, monkeypa
         state, outputs = step(state, jnp.ones((3, 2, 2, 4, 3)))
         outputs.loss.block_until_ready()
     static, reading = written(folder)
-    assert (static["format"], static["instance"], static["instances"]) == (2, 0, 1)
+    assert (static["format"], static["instance"], static["instances"]) == (3, 0, 1)
     assert static["command"] == ["python", "train.py"]
     assert (static["replicas"], static["ipus_per_replica"]) == (2, 2)
     assert [(ipu["platform"], ipu["replica"], ipu["ipu"], ipu["stages"]) for ipu in static["ipus"]] == [
@@ -202,21 +200,21 @@ def said_by(code, folder):
 def test_only_the_user_may_read_it_and_it_goes_with_the_process(tmp_path):
     code = """
 import json, os
-from ipu_jax.distributed.processes import beacons, record
+from ipu_jax.distributed.processes import record
 record.begin(), record.note(replicas=3)
 folder = record.own_folder()
-print(*(oct(path.stat().st_mode & 0o777) for path in (folder, *folder.iterdir())))
+print(*(oct(path.stat().st_mode & 0o777) for path in sorted((folder, *folder.rglob("*")))))
 if os.fork() == 0:
-    print(beacons.current(), flush=True)
+    print(record.current(), flush=True)
     record.note(replicas=4)  # of which it has no record
     record.begin()
     record.note(replicas=5)
     print(len(list(folder.iterdir())), flush=True)
     raise SystemExit  # whose exit is not the end of the other process
 os.wait()
-print(*(json.loads(path.read_bytes()[beacons.SIZE:])["replicas"] for path in folder.iterdir()))
+print(*(json.loads(path.read_text())["replicas"] for path in folder.rglob("said.json")))
 """
-    assert said_by(code, tmp_path) == "0o700 0o600\nNone\n2\n3\n"
+    assert said_by(code, tmp_path) == "0o700 0o700 0o600 0o600\nNone\n2\n3\n"
     assert list((tmp_path / "records").iterdir()) == []
 
 
@@ -228,7 +226,7 @@ record.begin(), record.note(run="a" * (2000 if len(sys.argv) == 1 else 1))
 if len(sys.argv) == 1:
     os.execv(sys.executable, [*sys.orig_argv, "again"])
 (path,) = record.own_folder().iterdir()
-print(json.loads(path.read_bytes()[beacons.SIZE:])["run"], beacons.read(path).pid == os.getpid())
+print(json.loads((path / "said.json").read_text())["run"], beacons.read(path / "beacon").pid == os.getpid())
 """
     assert said_by(code, tmp_path) == "a True\n"
 
@@ -264,7 +262,7 @@ def test_what_is_no_folder_of_ones_own_gets_no_record(folder, tmp_path, monkeypa
         monkeypatch.setenv("IPU_JAX_MONITOR", str(folder / "deeper"))
     InFlight(limit=1).admit(jnp.ones(()))
     assert record.begin() is None
-    assert beacons.current() is None
+    assert record.current() is None
     assert list(elsewhere.iterdir()) == []
     assert not folder.is_dir() or list(folder.iterdir()) == []
 
@@ -273,7 +271,7 @@ def full(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("what", ["mkdir", "pwrite", "posix_fallocate", "mmap", "pwrite without posix_fallocate"])
+@pytest.mark.parametrize("what", ["mkdir", "fsync", "posix_fallocate", "mmap", "pwrite without posix_fallocate"])
 def test_a_full_disk_gives_no_record_and_no_error(folder, monkeypatch, what):
     if " without " in what:  # on macOS
         what, _, missing = what.split()
@@ -286,7 +284,7 @@ def test_a_full_disk_gives_no_record_and_no_error(folder, monkeypatch, what):
 def test_without_proc_psutil_tells_who_lives(folder, monkeypatch, tmp_path):
     monkeypatch.setattr("ipu_jax.distributed.processes.identity._PROC", tmp_path / "none")
     assert record.begin() is not None
-    (own,) = map(record.identity_of, os.listdir(folder))
+    (own,) = map(Identity.parse, os.listdir(folder))
     assert own is not None
     assert own == own_identity()
     assert own.pid == os.getpid()
@@ -307,32 +305,27 @@ def test_where_proc_tells_nothing_there_is_no_record(folder, monkeypatch, tmp_pa
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("has_fallocate", [True, False])
-def test_what_is_noted_on_a_full_disk_leaves_what_was_said(folder, monkeypatch, has_fallocate):
+def test_what_is_noted_on_a_full_disk_leaves_what_was_said(folder, monkeypatch):
     record.begin()
     record.note(run="x" * 1000)
     record.note(run="short")
-    if has_fallocate:
-        monkeypatch.setattr(os, "posix_fallocate", full)
-    else:  # only some of it can be written
-        monkeypatch.delattr(os, "posix_fallocate")
-        record.note(run="y" * 10)
-        write = os.pwrite
-        monkeypatch.setattr(os, "pwrite", lambda file, text, place: write(file, text[: len(text) // 2], place))
+    monkeypatch.setattr(os, "fsync", full)
     record.note(replicas=7, run="x" * 5000)
     static, _ = written(folder)
-    assert (static["run"], static["replicas"]) == ("short" if has_fallocate else "y" * 10, None)
+    assert (static["run"], "replicas" in static) == ("short", False)
+    assert len(list(folder.rglob("*"))) == 3  # no part of a file
 
 
 def test_what_killed_processes_have_left_is_removed_by_the_next(folder):
     own = own_identity()
     assert own is not None
     folder.mkdir(mode=0o700)
-    others = [f"{own._replace(start=1, boot='00000000')}.record", f"{own._replace(start=1)}.txt", "notes"]
-    for name in (f"{own._replace(start=own.start - 1)}.record", *others):
-        (folder / name).write_text("")
+    others = [f"{own._replace(start=1, boot='00000000')}", f"{own._replace(start=1)}.txt", "notes"]
+    for name in (f"{own._replace(start=own.start - 1)}", *others):
+        (folder / name).mkdir()
+    (folder / f"{own._replace(start=own.start - 2)}").symlink_to("gone")
     record.begin()
-    assert {path.name for path in folder.iterdir()} == {*others, f"{own}.record"}
+    assert {path.name for path in folder.iterdir()} == {*others, str(own)}
 
 
 def test_a_long_command_is_shortened(folder, monkeypatch):
@@ -342,15 +335,16 @@ def test_a_long_command_is_shortened(folder, monkeypatch):
     assert static["command"] == ["train", "x" * 995 + "..."]
 
 
-def test_under_poprun_one_beacon_is_written_to_both_files(folder, monkeypatch, tmp_path):
+def test_under_poprun_the_monitor_finds_the_launchers_record(folder, monkeypatch, tmp_path):
     run = tmp_path / "poprun-abc"
     run.mkdir()
-    monkeypatch.setenv(beacons.RUN_DIR, str(run))
-    monkeypatch.setenv(beacons.INSTANCE, "0")
+    monkeypatch.setenv(record.RUN_DIR, str(run))
+    monkeypatch.setenv(record.INSTANCE, "0")
     beacon = record.begin()
     assert beacon is not None
     assert beacon.launched
     beacon.finished(2)
     static, reading = written(folder)
     assert static["run"] == "poprun-abc"
-    assert beacons.read(run / "beacon.0") == reading
+    assert beacons.read(run / "0" / "beacon") == reading
+    assert [path.is_symlink() for path in folder.iterdir()] == [True]

@@ -214,5 +214,6 @@ def test_a_long_curve_is_of_means_and_has_its_last_value(monkeypatch):
     curve.forget_after(9)
     assert [updates for updates, _ in curve.points()] == [3, 7, 11]
     short = Digest([{"event": "losses", "updates": 3, "losses": [3.0, 2.0, 1.0]}, {"event": "resumed", "updates": 2}])
+    assert short.drawn(1)["loss"] == [[2, 2.5]]
     assert short.curves["loss"].points() == [(1, 3.0), (2, 2.0)]
     assert short.figures()["last loss"] == "2"

@@ -1,4 +1,4 @@
-"""Test the verdict on a run and the advice, on logs and timelines whose answers can be told by hand."""
+"""Test the verdict on a run, the advice and the figures, on logs and timelines whose answers can be told by hand."""
 
 import pytest
 
@@ -29,21 +29,9 @@ def measured(accuracy, **notes):
 @pytest.mark.parametrize(
     ("events", "level", "sentences"),
     [
-        (
-            log(FALLING, END),
-            "good",
-            ["Finished.", f"The loss fell from 2.08 {FIRST} to 0.104 {LAST}."],
-        ),
-        (
-            log(FALLING[::-1], END),
-            "bad",
-            ["Finished.", f"The loss rose from 0.104 {FIRST} to 2.08 {LAST}."],
-        ),
-        (
-            log(NOISE, END),
-            "fair",
-            ["Finished.", f"The loss did not fall: from 2 {FIRST} to 2 {LAST}."],
-        ),
+        (log(FALLING, END), "good", ["Finished.", f"The loss fell from 2.08 {FIRST} to 0.104 {LAST}."]),
+        (log(FALLING[::-1], END), "bad", ["Finished.", f"The loss rose from 0.104 {FIRST} to 2.08 {LAST}."]),
+        (log(NOISE, END), "fair", ["Finished.", f"The loss did not fall: from 2 {FIRST} to 2 {LAST}."]),
         (log(FALLING), "fair", ["The log has no end: the run is still going, or it was killed."]),
         (log(FALLING, {"event": "failed", "error": "disk full"}), "bad", ["Failed: disk full"]),
         (log(FALLING, {"event": "stopped", "reason": "SIGTERM: after 9"}), "fair", ["SIGTERM: after 9."]),
@@ -155,6 +143,7 @@ def test_waiting_beyond_the_plan_is_named():
     late = [Slice(**{**vars(one), "start": 3 * one.start, "end": 2 * one.start + one.end}) for one in slow]
     spread = Timeline(timeline.schedule, timeline.stages, True, timeline.steps, tuple(late), timeline.plan)
     assert any("is in the plan" in each for each in advice(spread))
+    assert any("ran no task" in each for each in verdict_of(Digest(log(FALLING, END)), make_report(spread))[1])
 
 
 def test_without_a_trace_the_advice_is_to_record_one_and_long_compilation_is_named():
@@ -170,3 +159,98 @@ def test_without_a_trace_the_advice_is_to_record_one_and_long_compilation_is_nam
     assert not any("trace" in each for each in advice_on(Digest(failed), None, None))
     rising = advice_on(Digest(log(FALLING[::-1], END)), None, None)
     assert "lower the learning rate" in rising[0]
+
+
+# figures, facts and phases
+
+# Killed after 6 updates, of which 4 were saved; resumed, and ended after 7.
+EVENTS = [
+    {"event": "start", "time": "2026-05-04T10:00:00.000+00:00", "ipus": 2, "command": ["train"], "flags": {"lr": 0.5}},
+    {"event": "losses", "updates": 2, "losses": [8.0, 7.0], "samples_per_second": 10.0},
+    {"event": "losses", "updates": 4, "losses": [6.0, 5.0], "samples_per_second": 30.0},
+    {"event": "saved", "time": "2026-05-04T10:01:00.000+00:00", "updates": 2, "path": "runs/step-2"},
+    {"event": "saved", "time": "2026-05-04T10:01:00.000+00:00", "updates": 4, "path": "runs/step-4"},
+    {"event": "losses", "updates": 6, "losses": [4.0, 3.0], "samples_per_second": 90.0},
+    {"event": "accuracy", "updates": 6, "accuracy": 0.1},
+    {
+        "event": "start",
+        "time": "2026-05-04T10:02:00.000+00:00",
+        "ipus": 4,
+        "command": ["train", "--lr"],
+        "flags": {"lr": 0.25, "seed": 3, "quick": False, "plot": None},
+        "defaults": {"lr": 0.5, "seed": 3, "quick": False, "plot": None},
+        "data": "digits",
+        "updates_per_epoch": 7,
+    },
+    {"event": "resumed", "time": "2026-05-04T10:02:01.000+00:00", "updates": 4, "path": "runs/step-4"},
+    {"event": "losses", "updates": 6, "losses": [4.0, "nan"], "samples_per_second": 20.0},
+    {"event": "skipped", "time": "2026-05-04T10:02:02.000+00:00", "updates": 6, "stage": "head"},
+    {"event": "losses", "updates": 7, "losses": [2.0], "samples_per_second": 20.0},
+    {"event": "evaluated", "seconds": 9.0, "updates": 7, "epoch": 1.0, "loss": 2.5, "accuracy": 0.5, "f1": 3},
+    {"event": "end", "time": "2026-05-04T10:03:00.000+00:00", "status": 0},
+]
+
+
+def test_what_was_computed_again_after_a_resume_counts_once_and_every_evaluated_figure_is_a_curve():
+    assert Digest(EVENTS).drawn(100) == {
+        "loss": [[1, 8.0], [2, 7.0], [3, 6.0], [4, 5.0], [5, 4.0], [7, 2.0]],  # update 6 has none that can be drawn
+        "accuracy": [[7, 0.5]],
+        "test loss": [[7, 2.5]],
+        "f1": [[7, 3]],
+        "samples per second": [[2, 10.0], [4, 30.0], [6, 20.0], [7, 20.0]],
+    }
+
+
+def test_the_figures_and_the_facts_at_the_top():
+    assert Digest(EVENTS).figures() == {
+        "updates": "7 (1 epoch)",
+        "accuracy": "50.00%",
+        "test loss": "2.5",
+        "f1": "3",
+        "last loss": "2",
+        "samples per second": "20 (median)",
+    }
+    assert Digest([]).figures() == {}
+    assert Digest(EVENTS).head == {
+        "started": "2026-05-04 10:00:00 UTC",
+        "data": "digits",
+        "IPUs of a replica": "4",
+        "seed": "3",
+        "command": "train --lr",
+    }
+    assert Digest([]).head == {}
+    half = [{"event": "start", "total_updates": 1200}, {"event": "losses", "updates": 1000, "losses": [1.0]}]
+    assert Digest(half).figures()["updates"] == "1,000 of 1,200"
+
+
+def test_only_flags_that_differ_from_their_defaults_are_given():
+    assert Digest(EVENTS).flags == ({"lr": "0.25"}, {"seed": "3", "quick": "no"})
+    assert Digest(EVENTS[:1]).flags == ({"lr": "0.5"}, {})  # without defaults nobody knows
+
+
+def test_an_event_ends_the_phase_that_it_is_about():
+    events = [
+        {"event": "start", "seconds": 3.0},
+        {"event": "compiled", "seconds": 5.0},
+        {"event": "losses", "seconds": 9.0},
+        {"event": "saved", "seconds": 9.5},
+        {"event": "start", "seconds": 1.0},  # a clock of its own
+        {"event": "compiled", "seconds": 2.0},
+        {"event": "losses", "seconds": 6.0},
+        {"event": "evaluated", "seconds": 16.0},
+        {"event": "end", "seconds": 16.0},
+    ]
+    assert Digest(events).phases() == {"compiling": 3.0, "training": 8.0, "evaluating": 10.0, "saving": 0.5}
+    assert Digest(events).figures()["duration"] == "21.5 s"
+
+
+def test_the_history_names_an_attempt_that_was_killed():
+    assert Digest(EVENTS).rows == [
+        ("2026-05-04 10:00:00", "start", "attempt 1; train"),
+        ("2026-05-04 10:01:00", "saved", "2 times, the last one after 4 updates; runs/step-4"),
+        ("", "lost", "the attempt before this one ended without a word, as a killed one does"),
+        ("2026-05-04 10:02:00", "start", "attempt 2; train --lr"),
+        ("2026-05-04 10:02:01", "resumed", "after 4 updates; from runs/step-4"),
+        ("2026-05-04 10:02:02", "skipped", "after 6 updates; stage head"),
+        ("2026-05-04 10:03:00", "end", "status 0"),
+    ]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from support import failing_disks, resumed
-from support.instances import Results, run_instances
+from support.programs import Results, run_instances
 
 
 def saved(folder: Path, devices: list[int], topology: str, calls: int) -> list[Results]:

@@ -17,7 +17,7 @@ import pytest
 
 from ipu_jax import Checkpoints, TrainOptions, make_train_step
 from ipu_jax.io import CheckpointError, CheckpointWarning
-from ipu_jax.training.checkpoints import _folder, _seal, _writer
+from ipu_jax.training.checkpoints import _folder, _seal
 from ipu_jax.training.checkpoints._seal import SEAL
 
 
@@ -234,19 +234,6 @@ def test_a_removal_that_was_cut_off_is_finished_when_the_training_goes_on(folder
     assert (found.step, warned, listed(folder)) == (2, [], ["step-1.removed", "step-2"])
     save(folder, 3)
     assert listed(folder) == ["step-2", "step-3"]
-
-
-def test_a_checkpoint_has_its_name_only_when_it_is_sealed(folder, monkeypatch):
-    """A save may be killed between any two of its steps: what it leaves is always known for what it is."""
-    names = []
-    write_checksums, write_seal, publish = _seal.write_checksums, _seal.write_seal, _writer._folder.publish
-    look = lambda then: lambda *args, **options: (names.append(listed(folder)), then(*args, **options))
-    monkeypatch.setattr(_seal, "write_checksums", look(write_checksums))
-    monkeypatch.setattr(_seal, "write_seal", look(write_seal))
-    monkeypatch.setattr(_writer._folder, "publish", look(publish))
-    save(folder, 3, keep=1)
-    assert names == [[".lock", "step-1", "step-2", "step-3.unsealed"]] * 3
-    assert listed(folder) == ["step-3"]
 
 
 def listed(folder: Path) -> list[str]:

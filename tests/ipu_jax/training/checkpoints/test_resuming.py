@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pickle
+import zipfile
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from ipu_jax import Checkpoints
-from support import across, resumed
+from support import across, earlier, resumed
 from support.resumed import TOPOLOGIES, differing
 from support.trained import compiled_quickly, quick_compiles
 
@@ -138,3 +139,27 @@ def test_a_training_is_resumed_under_other_options(tmp_path, shard_optimizer, op
     after, more, _ = resumed.train(again, found.state, 2, position=found.feed)
     assert (found.topology, more) == ("same", losses)
     assert not differing(resumed.plain(again, after), resumed.plain(step, state))
+
+
+# states that an earlier commit saved
+
+
+@pytest.fixture(scope="module")
+def saved_before(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("earlier")
+    zipfile.ZipFile(earlier.SAVED).extractall(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("ipus", "topology"), [(2, "same"), (3, "other"), (1, "other")])
+@pytest.mark.parametrize("name", earlier.STEPS)
+def test_a_state_from_before_is_restored(saved_before, name, ipus, topology):
+    """The layout of arrays and their names in files are as then."""
+    with quick_compiles():
+        step = earlier.STEPS[name](ipus)
+        expected = earlier.saved_state(name, step)
+        with Checkpoints(saved_before / name, step) as checkpoints:
+            found = checkpoints.restore(earlier.first_state(name, step), resume="must")
+        assert found is not None
+        assert found.topology == topology
+        assert resumed.differing(resumed.plain(step, found.state), resumed.plain(step, expected)) == []

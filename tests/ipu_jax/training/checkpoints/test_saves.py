@@ -14,7 +14,7 @@ import optax
 import pytest
 
 from ipu_jax import Checkpoints, TrainOptions, make_train_step
-from ipu_jax.distributed.processes import beacons, listener
+from ipu_jax.distributed.processes import beacons, listener, record
 from ipu_jax.io import CheckpointError
 from ipu_jax.steps import TrainState
 from ipu_jax.training.checkpoints import _all_instances, _seal
@@ -277,7 +277,7 @@ def test_poprun_is_told_that_a_save_is_no_stuck_step_and_no_compilation(tmp_path
     """Finding shapes traces a function: the beacon would say COMPILING until the next step, for which it may wait."""
     beacon, seen, phases, begin = beacons.Beacon(tmp_path / "beacon"), [], [], Store.begin
     enter, read = type(beacon).enter, lambda: (beacon.phase, beacons.read(tmp_path / "beacon"))
-    monkeypatch.setattr(beacons, "current", lambda: beacon)
+    monkeypatch.setattr(record, "current", lambda: beacon)
     monkeypatch.setattr(beacon, "enter", lambda phase, *rest: phases.append(phase) or enter(beacon, phase, *rest))
     monkeypatch.setattr(Store, "begin", lambda self, *a: (seen.append(read()), begin(self, *a)))
     compilations = listener._Compilations(beacon)

@@ -1,21 +1,30 @@
-"""Test that what cannot be read, or is of a newer version, is never taken for damaged, and never removed."""
+"""Test what cannot be read, is of a newer version, or was planted by others: it is one error, and harms nothing.
+
+It is never taken for damaged, and never removed, and reading a folder writes nothing.
+"""
 
 import errno
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 from ipu_jax import Checkpoints
-from ipu_jax.io import CheckpointError
+from ipu_jax.io import CheckpointError, import_weights
 from ipu_jax.training.checkpoints import _seal
 from support import killed_saves
 from support.killed_saves import restored, state_of, step_of
+
+pytestmark = pytest.mark.timeout(120)  # a pipe or a device without an end would take for ever
 
 
 @pytest.fixture(scope="module")
@@ -168,3 +177,139 @@ def test_another_user_begins_no_training_over_what_may_not_be_read(saved):
             f"CheckpointError {folder}/step-3 may be the last checkpoint, and ipu_jax.json cannot be read (Permission "
         )
         assert len(list(folder.iterdir())) == 3
+
+
+# what others plant
+
+
+@pytest.fixture
+def two(folder: Path) -> Path:
+    """Return the folder without step-3, beside a file that nobody may write to."""
+    shutil.rmtree(folder / "step-3")
+    (folder.parent / "precious").write_text("my thesis")
+    return folder
+
+
+def as_it_is(two: Path) -> list[tuple[str, os.stat_result]]:
+    """Return what a write of any kind would change; reading changes the times of access only."""
+    found = [(str(path), path.lstat()) for path in sorted([two, *two.rglob("*")])]
+    return [(path, os.stat_result((*stat[:7], 0, *stat[8:10]))) for path, stat in found]
+
+
+def link(path: Path) -> None:
+    path.symlink_to("../precious")
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+KINDS = [link, device, loop, pipe]
+
+
+@pytest.mark.parametrize("plant", [None, *KINDS])
+def test_to_restore_writes_nothing(two: Path, plant: Callable[[Path], None] | None) -> None:
+    (two / "step-2").rename(two / "step-2.unsealed")
+    shutil.copytree(two / "step-1", two / "step-1.removed")
+    (two / "step-7.unsealed.orbax-checkpoint-tmp").mkdir()
+    if plant is not None:
+        plant(two / ".lock")
+    before = as_it_is(two)
+    assert restored(two) == (2, 2)
+    assert as_it_is(two) == before
+    assert (two.parent / "precious").read_text() == "my thesis"
+
+
+@pytest.mark.parametrize("plant", KINDS)
+def test_a_planted_lock_is_one_error_and_overwrites_nothing(two: Path, plant: Callable[[Path], None]) -> None:
+    plant(two / ".lock")
+    with Checkpoints(two, step_of()) as checkpoints:
+        with pytest.raises(CheckpointError, match=r"runs cannot be locked: .*(link|[Nn]ot a regular file)"):
+            checkpoints.lock()
+        with pytest.raises(CheckpointError, match=r"saving .*/step-3 failed, .*(link|[Nn]ot a regular file)"):
+            checkpoints.save(state_of(step_of(), 3, 3), now=True)
+    assert (two.parent / "precious").read_text() == "my thesis"
+    assert sorted(path.name for path in two.iterdir()) == [".lock", "step-1", "step-2"]
+
+
+@pytest.mark.parametrize("plant", KINDS)
+@pytest.mark.parametrize("resume", ["auto", "path"])
+def test_a_planted_seal_is_one_error(two: Path, plant: Callable[[Path], None], resume: str) -> None:
+    (two / "step-2" / _seal.SEAL).unlink()
+    plant(two / "step-2" / _seal.SEAL)
+    assert_refused(two, resume, "step-2 (may be the last checkpoint|cannot be restored).*cannot be read")
+
+
+def sealed_with(two: Path, name: str, size: int, checksum: int) -> None:
+    """Let the seal of step-2 also list this file."""
+    facts = _seal.read_seal(two / "step-2")
+    facts["files"][name] = [size, checksum]
+    (two / "step-2" / _seal.SEAL).unlink()
+    _seal._write(two / "step-2" / _seal.SEAL, facts)
+
+
+def assert_refused(two: Path, resume: str, words: str) -> None:
+    at, like = two / "step-2" if resume == "path" else resume, state_of(step_of(), 0, 0)
+    with Checkpoints(two, step_of()) as checkpoints, pytest.raises(CheckpointError, match=words):
+        checkpoints.restore(like, resume=at)
+
+
+@pytest.mark.parametrize("plant", [device, pipe])
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_planted_file_of_a_checkpoint_is_one_error(two: Path, plant: Callable[[Path], None], is_listed: bool) -> None:
+    """Also one that the seal does not list: orbax looks for files on its own."""
+    plant(two / "step-2" / "_METADATA2")
+    if is_listed:
+        sealed_with(two, "_METADATA2", 0, 0)
+    for resume in ("auto", "path"):
+        assert_refused(two, resume, "a file cannot be read .*(link|[Nn]ot a regular file)")
+
+
+@pytest.mark.parametrize("name", ["../../precious", "/etc/passwd", "a/../../step-1/ipu_jax.json"])
+def test_a_seal_that_names_files_outside_its_folder_is_damaged(two: Path, name: str) -> None:
+    file = Path(os.path.normpath(two / "step-2" / name))
+    sealed_with(two, name, *_seal._checksum(file))
+    with pytest.warns(UserWarning, match=rf"step-2 cannot be restored, .* names '{name}', which is outside its folder"):
+        assert restored(two) == (1, 1)
+
+
+def test_the_probe_of_a_save_follows_no_link(two: Path) -> None:
+    link(two / f".probe-{os.getpid()}")
+    with Checkpoints(two, step_of()) as checkpoints:
+        checkpoints.save(state_of(step_of(), 3, 3), now=True)
+    assert (two.parent / "precious").read_text() == "my thesis"
+    assert restored(two) == (3, 3)
+
+
+# weight files
+
+LIKE = {"a": jax.ShapeDtypeStruct((4,), "float32")}
+
+
+def test_an_index_that_names_an_index_is_one_error(tmp_path: Path) -> None:
+    one, other = (tmp_path / f"{name}.safetensors.index.json" for name in ("one", "other"))
+    for first, second in ((one, one), (one, other)):
+        first.write_text(json.dumps({"weight_map": {"a": second.name}}))
+        second.write_text(json.dumps({"weight_map": {"a": first.name}}))
+        with pytest.raises(ValueError, match=r"names '\w+\.safetensors\.index\.json', which is an index, too"):
+            import_weights(one, LIKE)
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.safetensors.index.json"])
+def test_a_pipe_or_a_device_is_no_weight_file_and_a_link_to_a_file_is(tmp_path: Path, name: str) -> None:
+    for plant in (device, loop, pipe):
+        plant(tmp_path / name)
+        with pytest.raises(OSError, match=r"[Nn]ot a regular file|Too many levels of symbolic links"):
+            import_weights(tmp_path / name, LIKE)
+        (tmp_path / name).unlink()
+    np.savez(tmp_path / "blob.npz", a=np.arange(4, dtype=np.float32))
+    (tmp_path / "linked.npz").symlink_to("blob.npz")  # as in the cache of Hugging Face
+    assert import_weights(tmp_path / "linked.npz", LIKE)["a"].tolist() == [0, 1, 2, 3]

@@ -24,71 +24,6 @@ def feed_of(**options):
     return Feed({"number": np.arange(101)}, **{"mesh": make_mesh(1, 1), "micro_batch": 2, **options})
 
 
-@refusals(
-    (lambda: feed_of(prefetch=-1), "prefetch=-1", "a number of batches", "an int of at least 0"),
-    (lambda: feed_of(workers=0), "workers=0", "not a count", "an int of at least 1"),
-    (lambda: feed_of(workers=3, prefetch=2), "workers=3", "prefetch=2", "fewer workers, or prefetch=3"),
-    (lambda: feed_of(workers=2, prefetch=0), "workers=2", "prefetch=0", "fewer workers, or prefetch=2"),
-    (lambda: feed_of(timeout=0.0), "timeout=0.0", "a number of seconds", "such as 120"),
-    (lambda: feed_of(epochs=0), "epochs=0", "not a count", "an int of at least 1"),
-    *(
-        (lambda bad=bad: feed_of(instances=2, instance=bad), f"instance={bad}", "not one of instances=2", "from 0 on")
-        for bad in (-1, 2, True)
-    ),
-    (lambda: feed_of(micro_batch=0), "micro_batch=0", "not a count", "an int of at least 1"),
-    (lambda: feed_of(device_iterations=-1), "device_iterations=-1", "not a count", "an int of at least 1"),
-    *(
-        (lambda bad=bad: feed_of(seed=bad), f"seed={bad!r}", "not a seed", "an int of at least 0")
-        for bad in (-1, True, 1.0, None, np.float32(1))
-    ),
-    (lambda: feed_of(remainder="wraps"), "remainder='wraps'", "did you mean 'wrap'?", "'drop', 'updates', 'pad', 'w"),
-    (lambda: feed_of(instances=6, device_iterations=9), "=2 x replicas=6 x device_iterations=9", "108 ex", FILL_UP),
-    (lambda: feed_of(instances=51, remainder="updates"), "=2 x replicas=51", "102 examples for an", FILL_UP),
-    (lambda: feed_of(micro_batch=64, gradient_accumulation=2), "=64 x gradient_accumulation=2", "128 ex", FILL_UP),
-    (lambda: feed_of(fill="x"), "fill='x' at source['number']", "is not of dtype int32", "a number that it holds"),
-    (lambda: feed_of(state=7), "state=7", RETURNED),
-    (lambda: feed_of(state={"epoch": 1}), "state={'epoch': 1}", RETURNED),
-    (lambda: feed_of(state=STATE | {"position": 102}), "'position': 102", RETURNED),
-    (lambda: feed_of(mesh=Mesh(jax.devices()[:1], ("data",))), "axes ('data',)", "not 'replica'", "make_mesh("),
-    (lambda: feed_of().seek(-1), "epoch=-1", "not an epoch", "an int of at least 0"),
-    (lambda: feed_of(step=3, mesh=None), "step=3", "not a training step", "make it with"),
-    (lambda: feed_of(mesh=None), "neither step= nor mesh= is given", "step=step"),
-    (lambda: normalise(np.zeros(3, np.float32)), "float32", "give bytes, uint8"),
-)
-def test_an_option_of_a_feed_is_refused(call, holds):
-    with refused(*holds):
-        call()
-
-
-@pytest.mark.parametrize(("workers", "ahead"), [(1, 2), (2, 2), (4, 4)])
-def test_prefetch_follows_the_workers(workers, ahead):
-    with feed_of(workers=workers) as feed:
-        assert (feed.workers, feed.prefetch) == (workers, ahead)
-
-
-@pytest.mark.parametrize(("epoch", "position"), [(0, 0), (0, 40), (3, 0), (3, 100)])
-@pytest.mark.parametrize(
-    ("name", "given"), [("examples", 102), ("examples", 1000), ("seed", 1), ("seed", 6), ("shuffle", 0)]
-)
-def test_a_state_of_another_order_is_refused_by_name_wherever_it_is(name, given, epoch, position):
-    """Also at the start of an epoch and behind its end. A feed of the state's own order takes each of them."""
-    orders = [{name: STATE[name] for name in ("examples", "seed", "shuffle")}]
-    orders.append(orders[0] | {name: given})
-
-    def taken(order, state):
-        source, options = np.arange(order["examples"]), {"seed": order["seed"], "shuffle": bool(order["shuffle"])}
-        Feed(source, mesh=make_mesh(1, 1), micro_batch=2, state=state, **options).close()
-
-    for mine, theirs in (orders, orders[::-1]):
-        state = {"epoch": epoch, "position": position, **theirs}
-        with refused(f"state is of {name}={theirs[name]}", f"the feed has {name}={mine[name]}", "lost or read twice"):
-            taken(mine, state)
-        taken(theirs, state)
-
-
-# sources
-
-
 class Answers:
     """An indexable that gives these answers, one after the other."""
 
@@ -128,7 +63,54 @@ def fill(value, dtype):
     filling(value, ArraySource([np.zeros(3, dtype)]).like)
 
 
+def examples(epoch=0, count=23, times=1):
+    return ({"number": k * times} for k in range(count))
+
+
+def from_stream(source: Any = examples, read=1, **options):
+    """Read a stream's first batches."""
+    given: dict[str, Any] = {"items": "examples", "micro_batch": 4, "prefetch": 0, "mesh": make_mesh(1, 1), **options}
+    with Feed(source, **given) as feed:
+        for _ in range(read):
+            next(feed)
+        return feed.state()
+
+
+AFTER = "one item after the other"
+ONCE = "a fresh iterator, such as lambda epoch: read(files)"
+
+
 @refusals(
+    (lambda: feed_of(prefetch=-1), "prefetch=-1", "a number of batches", "an int of at least 0"),
+    (lambda: feed_of(workers=0), "workers=0", "not a count", "an int of at least 1"),
+    (lambda: feed_of(workers=3, prefetch=2), "workers=3", "prefetch=2", "fewer workers, or prefetch=3"),
+    (lambda: feed_of(workers=2, prefetch=0), "workers=2", "prefetch=0", "fewer workers, or prefetch=2"),
+    (lambda: feed_of(timeout=0.0), "timeout=0.0", "a number of seconds", "such as 120"),
+    (lambda: feed_of(epochs=0), "epochs=0", "not a count", "an int of at least 1"),
+    *(
+        (lambda bad=bad: feed_of(instances=2, instance=bad), f"instance={bad}", "not one of instances=2", "from 0 on")
+        for bad in (-1, 2, True)
+    ),
+    (lambda: feed_of(micro_batch=0), "micro_batch=0", "not a count", "an int of at least 1"),
+    (lambda: feed_of(device_iterations=-1), "device_iterations=-1", "not a count", "an int of at least 1"),
+    *(
+        (lambda bad=bad: feed_of(seed=bad), f"seed={bad!r}", "not a seed", "an int of at least 0")
+        for bad in (-1, True, 1.0, None, np.float32(1))
+    ),
+    (lambda: feed_of(remainder="wraps"), "remainder='wraps'", "did you mean 'wrap'?", "'drop', 'updates', 'pad', 'w"),
+    (lambda: feed_of(instances=6, device_iterations=9), "=2 x replicas=6 x device_iterations=9", "108 ex", FILL_UP),
+    (lambda: feed_of(instances=51, remainder="updates"), "=2 x replicas=51", "102 examples for an", FILL_UP),
+    (lambda: feed_of(micro_batch=64, gradient_accumulation=2), "=64 x gradient_accumulation=2", "128 ex", FILL_UP),
+    (lambda: feed_of(fill="x"), "fill='x' at source['number']", "is not of dtype int32", "a number that it holds"),
+    (lambda: feed_of(state=7), "state=7", RETURNED),
+    (lambda: feed_of(state={"epoch": 1}), "state={'epoch': 1}", RETURNED),
+    (lambda: feed_of(state=STATE | {"position": 102}), "'position': 102", RETURNED),
+    (lambda: feed_of(mesh=Mesh(jax.devices()[:1], ("data",))), "axes ('data',)", "not 'replica'", "make_mesh("),
+    (lambda: feed_of().seek(-1), "epoch=-1", "not an epoch", "an int of at least 0"),
+    (lambda: feed_of(step=3, mesh=None), "step=3", "not a training step", "make it with"),
+    (lambda: feed_of(mesh=None), "neither step= nor mesh= is given", "step=step"),
+    (lambda: normalise(np.zeros(3, np.float32)), "float32", "give bytes, uint8"),
+    # sources
     (lambda: ArraySource({"x": np.zeros((0, 2))}), "holds no examples", ROWS),
     (lambda: ArraySource({}), "holds no examples", ROWS),
     (lambda: ArraySource(Answers(count=0)), "holds no examples", ROWS),
@@ -168,33 +150,7 @@ def fill(value, dtype):
     (lambda: fill(0.5, np.int32), "fill=0.5 at source[0]", "not of dtype int32", "a number that it holds"),
     (lambda: fill("a", np.float32), "fill='a' at source[0]", "not of dtype float32", "a number that it holds"),
     (lambda: fill({"x": 1}, np.float32), "fill={'x': 1}", "neither a number nor a pytree of numbers"),
-)
-def test_a_source_is_refused(call, holds):
-    with refused(*holds):
-        call()
-
-
-# streams
-
-
-def examples(epoch=0, count=23, times=1):
-    return ({"number": k * times} for k in range(count))
-
-
-def from_stream(source: Any = examples, read=1, **options):
-    """Read a stream's first batches."""
-    given: dict[str, Any] = {"items": "examples", "micro_batch": 4, "prefetch": 0, "mesh": make_mesh(1, 1), **options}
-    with Feed(source, **given) as feed:
-        for _ in range(read):
-            next(feed)
-        return feed.state()
-
-
-AFTER = "one item after the other"
-ONCE = "a fresh iterator, such as lambda epoch: read(files)"
-
-
-@refusals(
+    # streams
     (lambda: from_stream(shuffle=True), "shuffle=True", AFTER, "let the source shuffle"),
     (lambda: from_stream(shuffle="no"), "shuffle='no'", "not a bool", "give True or False"),
     (lambda: from_stream(seed=3), "seed=3", AFTER, "let the source shuffle"),
@@ -230,9 +186,35 @@ ONCE = "a fresh iterator, such as lambda epoch: read(files)"
     (lambda: from_stream([{"number": [0]}] * 3, items="batches", state=from_stream()), "ended at", "was saved"),
     (lambda: from_stream(state=from_stream() | {"source": {"next": 4}}), "own state", "no load_state_dict", "give a"),
 )
-def test_a_stream_is_refused(call, holds):
+def test_what_a_feed_is_given_is_refused(call, holds):
     with refused(*holds):
         call()
+
+
+@pytest.mark.parametrize(("workers", "ahead"), [(1, 2), (2, 2), (4, 4)])
+def test_prefetch_follows_the_workers(workers, ahead):
+    with feed_of(workers=workers) as feed:
+        assert (feed.workers, feed.prefetch) == (workers, ahead)
+
+
+@pytest.mark.parametrize(("epoch", "position"), [(0, 0), (0, 40), (3, 0), (3, 100)])
+@pytest.mark.parametrize(
+    ("name", "given"), [("examples", 102), ("examples", 1000), ("seed", 1), ("seed", 6), ("shuffle", 0)]
+)
+def test_a_state_of_another_order_is_refused_by_name_wherever_it_is(name, given, epoch, position):
+    """Also at the start of an epoch and behind its end. A feed of the state's own order takes each of them."""
+    orders = [{name: STATE[name] for name in ("examples", "seed", "shuffle")}]
+    orders.append(orders[0] | {name: given})
+
+    def taken(order, state):
+        source, options = np.arange(order["examples"]), {"seed": order["seed"], "shuffle": bool(order["shuffle"])}
+        Feed(source, mesh=make_mesh(1, 1), micro_batch=2, state=state, **options).close()
+
+    for mine, theirs in (orders, orders[::-1]):
+        state = {"epoch": epoch, "position": position, **theirs}
+        with refused(f"state is of {name}={theirs[name]}", f"the feed has {name}={mine[name]}", "lost or read twice"):
+            taken(mine, state)
+        taken(theirs, state)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

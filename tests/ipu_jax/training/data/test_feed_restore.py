@@ -75,6 +75,7 @@ def test_a_feed_goes_on_from_the_end_of_an_epoch_and_of_all_data(
         states = [feed.state()]
         for _ in itertools.islice(feed, 60):
             states.append(feed.state())
+        assert [*feed, *feed.epoch()] == []
     for done in {0, per_epoch - 1, per_epoch, per_epoch + 1, 2 * per_epoch - 1, 2 * per_epoch}:
         state = states[done]
         epoch, batches = divmod(done, per_epoch)
@@ -105,15 +106,6 @@ def test_a_state_behind_which_no_batch_is_left_goes_on_with_the_next_epoch(remai
         assert [len(real) for epoch, real, _ in batches if epoch == 0] == [left] * last_of_first
         assert batches[last_of_first] == (1, order[:4].tolist(), 1)
         assert len(batches) - last_of_first == (3 if remainder in ("pad", "wrap") else 2)
-
-
-def test_smaller_batches_read_what_a_larger_one_left():
-    """Of 10 examples, one batch of 8 leaves 2, which are a batch of another feed."""
-    with Feed(source(10), mesh=make_mesh(4, 1), micro_batch=2, remainder="pad", shuffle=False, prefetch=0) as feed:
-        next(feed)
-        state = feed.state()
-    with Feed(source(10), mesh=make_mesh(1, 1), micro_batch=2, shuffle=False, state=state, prefetch=0) as feed:
-        assert read(itertools.islice(feed, 2)) == [(0, [8, 9], 1), (1, [0, 1], 1)]
 
 
 def test_a_state_of_an_epoch_after_the_last_has_nothing_left():

@@ -1,10 +1,8 @@
-"""Test work ahead on threads: results come in order, never more than allowed are made, and the threads always end."""
+"""Test that work ahead on threads holds nothing that was handed out and that the threads end; see also test_feed."""
 
 import gc
-import re
 import threading
 import time
-import traceback
 import weakref
 from contextlib import closing
 
@@ -27,14 +25,6 @@ def wait_until(condition):
         time.sleep(0.001)
 
 
-def test_several_workers_work_at_once():
-    meet = threading.Barrier(3, timeout=SECONDS)
-    make = lambda number: meet.wait() and number  # who works alone never gets past it
-    with closing(Prefetcher(make, iter(range(3)), ahead=3, workers=3, seconds=SECONDS)) as made:
-        for _ in range(3):
-            made.take()
-
-
 def ready(made):
     return len(made._shared.results)
 
@@ -55,27 +45,6 @@ def test_nobody_holds_what_was_handed_out(workers):
             wait_until(lambda: sum(batch() is not None for batch in made) == 2)
 
 
-def test_an_error_comes_in_its_turn_with_the_workers_traceback():
-    late = threading.Event()
-
-    def make(number):
-        if number == 1:
-            late.wait(SECONDS)  # the error comes first, but is returned second
-        if number == 2:
-            late.set()
-            raise KeyError("broken file")
-        return number
-
-    with closing(Prefetcher(make, iter(range(9)), ahead=3, workers=3, seconds=SECONDS)) as made:
-        assert [made.take(), made.take()] == [0, 1]
-        with pytest.raises(KeyError, match="broken file") as raised:
-            made.take()
-    assert re.fullmatch(r"raised by feed worker \d at 2", raised.value.__notes__[0])
-    shown = "".join(traceback.format_exception(raised.value))
-    assert 'raise KeyError("broken file")' in shown
-    assert "in make" in shown
-
-
 def test_after_an_error_no_further_item_is_begun():
     begun = []
 
@@ -91,40 +60,10 @@ def test_after_an_error_no_further_item_is_begun():
             made.take()
 
 
-def test_what_never_comes_is_an_error_that_says_what_the_workers_do():
-    release = threading.Event()
-
-    def stuck(number):
-        release.wait(SECONDS)
-
-    with closing(Prefetcher(stuck, iter(["the first", "the second"]), ahead=1, workers=2, seconds=0.05)) as made:
-        with pytest.raises(FeedTimeoutError) as late:
-            made.take()
-        release.set()
-        assert made.take() is None  # it may still come
-    busy = r"worker \d has been at the first for \d\.\d s, now in \S+threading\.py:\d+ \(wait\)"
-    assert re.fullmatch(
-        rf"nothing arrived within 0\.05 s: ({busy}; worker \d waits|worker \d waits; {busy})\. Mend the source, or "
-        r"allow more with timeout=",
-        str(late.value),
-    )
-    assert re.match(r"Stack of worker \d:\n", late.value.__notes__[0])
-    assert "release.wait(SECONDS)" in late.value.__notes__[0]
-
-
 def test_workers_that_have_ended_are_said_to():
     made = Prefetcher(str, iter([]), ahead=1, workers=1, seconds=0.05)
     with pytest.raises(FeedTimeoutError, match=r"^nothing arrived within 0\.05 s: worker 0 has ended\. Mend"):
         made.take()
-
-
-def test_closing_does_not_wait_for_what_is_ahead_and_may_be_done_twice():
-    made = Prefetcher(str, iter(range(10**9)), ahead=2, workers=2, seconds=SECONDS)
-    wait_until(lambda: ready(made) == 2)
-    made.close()
-    assert not workers()
-    assert ready(made) == 0
-    made.close()
 
 
 def test_a_worker_that_cannot_be_ended_is_an_error(monkeypatch):

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from ipu_jax import Feed, make_mesh
-from ipu_jax.training.data.leaves import filling, on_host
 from ipu_jax.training.data.source import ArraySource, ExampleSource, normalise
 from support.refusals import refused
 
@@ -76,12 +75,6 @@ def test_big_integers_are_refused_when_they_are_read():
     for index, value in ((1, 2147483648), (2, -1099511627776)):
         with refused(f"{value} at source['id']", "int32 cannot hold", "set jax_enable_x64"):
             source.read(np.array([0, index]))
-
-
-def test_filling_takes_the_sources_structure():
-    like = ArraySource({"x": np.zeros((2, 3), np.float32), "y": np.zeros(2, np.int32)}).like
-    assert filling(-1, like) == {"x": -1, "y": -1}
-    assert filling({"x": 0.5, "y": 7}, like) == {"x": 0.5, "y": 7}
 
 
 # examples that are read one at a time by their numbers, and other libraries' tensors
@@ -168,11 +161,6 @@ def test_any_mapping_is_a_dict_and_structures_may_be_nested():
     assert read["a"]["b"][0].tolist() == [3, 1]
     assert read["a"]["b"][1].tolist() == [[3, 2.5], [1, 2.5]]
     assert [leaf.shape for leaf in read["c"]] == [(2,), (2, 2)]
-
-
-def test_a_leaf_that_no_library_converts_is_left_as_it_is():
-    assert on_host("text") == "text"
-    assert on_host(3) == 3
 
 
 # bytes as numbers

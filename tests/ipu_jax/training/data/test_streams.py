@@ -257,19 +257,6 @@ def test_a_generator_is_one_epoch(prefetch):
         assert len(list(feed)) == 2
 
 
-def test_a_source_that_gives_other_examples_than_before_is_refused():
-    def shuffled(seed):
-        order = np.random.default_rng(seed).permutation(N).tolist()
-        return lambda epoch: (example(k) for k in order)
-
-    with feed_of(shuffled(0), "examples") as feed:
-        next(feed)
-        state = feed.state()
-    feed_of(shuffled(0), "examples", state=state)
-    with refused("other examples before the batch from example 4 of epoch 0", "repeats the order", "state_dict"):
-        feed_of(shuffled(1), "examples", state=state)
-
-
 # sources that fail
 
 

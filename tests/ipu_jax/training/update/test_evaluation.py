@@ -17,7 +17,7 @@ from ipu_jax.io import Checkpoints
 from ipu_jax.steps import Evaluation
 from support import across
 from support.dense import largest_relative_error
-from support.instances import assert_same_everywhere, run_instances
+from support.programs import assert_same_everywhere, run_instances
 from support.refusals import refusals, refused
 from support.trained import compiled_quickly
 
@@ -189,6 +189,21 @@ def test_fit_evaluates_at_the_end_of_epochs_and_trains_as_without(tmp_path):
         restored = checkpoints.restore(other.init(PARAMS))
     assert restored is not None
     assert_close(Evaluation(forward_of(ipus=4), test)(restored.state), expected(whole[1], test))
+
+
+def test_an_evaluation_reads_the_state_that_training_left():
+    """A module with dropout and batch norm is evaluated so in test_examples."""
+
+    def counting(params, seen, batch, key):
+        return loss(params, batch) + jax.random.normal(key), seen + batch["x"].mean(0)
+
+    pipeline = Pipeline.from_function(counting, PARAMS, ONE, state=jnp.zeros(D), ipus=2, gradient_accumulation=M)
+    step, data = make_train_step(pipeline, optax.sgd(0.1)), examples(M * B)
+    state = step.init(PARAMS, stages=jnp.zeros(D), key=jax.random.key(0))
+    with Feed(data, step=step, micro_batch=B, shuffle=False) as feed:
+        state, _ = step(state, next(feed))
+    found = Evaluation(step.model.forward(lambda params, seen, batch: seen[0], ONE), data)(state)
+    assert_close(found, {"loss": data["x"].reshape(M, B, D).mean(1).sum(0)[0]})
 
 
 def test_a_step_in_half_precision_evaluates_in_it():

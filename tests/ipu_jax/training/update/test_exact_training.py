@@ -119,22 +119,24 @@ ELSEWHERE = [
     (4, "looped", "none"),
     (1, "sequential", "auto"),
 ]
-elsewhere = pytest.mark.parametrize("elsewhere", ELSEWHERE, ids=lambda one: "-".join(map(str, one)))
+CLIPPED = {"optimizer": optax.chain(optax.clip_by_global_norm(0.1), ADAMW)}
+FEW = [(2, "zb-h1"), (4, "1f1b"), (4, "zb-h1")]
+PROGRAMS: list[Any] = [
+    *((loss, one, {}) for one in ELSEWHERE for loss in (narrow, listed, scanned, with_dropout_and_state)),
+    *((narrow, one, {"precision": "16.32"}) for one in ELSEWHERE),  # a larger model would be compiled for a minute
+    *((tied, one, {}) for one in FEW),  # each IPU reads the tied weights once
+    # norms over leaves that are on one IPU
+    *((listed, one, how) for one in [*FEW, (1, "sequential")] for how in (CLIPPED, {"max_gradient_norm": 0.1})),
+]
 
 
-@pytest.mark.fast("2-zb-h1-auto-narrow", "1-sequential-auto-narrow", "2-1f1b-none-narrow")
-@pytest.mark.parametrize("loss", [narrow, listed, scanned, with_dropout_and_state])
-@elsewhere
-def test_schedules_ipus_and_recompute_change_no_bit(elsewhere, loss):
-    assert differing(trained(*cut(loss, *elsewhere)), on_two_ipus(loss)) == []
+name_of = lambda part: part.__name__ if callable(part) else "-".join(map(str, part)) or "plain"
 
 
-@pytest.mark.slow
-@elsewhere
-def test_they_change_no_bit_in_mixed_precision(elsewhere):
-    # a larger model would be compiled for a minute
-    found = trained(*cut(narrow, *elsewhere), precision="16.32")
-    assert differing(found, on_two_ipus(narrow, precision="16.32")) == []
+@pytest.mark.fast("narrow-2-zb-h1-auto-plain", "narrow-1-sequential-auto-plain", "narrow-2-1f1b-none-plain")
+@pytest.mark.parametrize(("loss", "elsewhere", "how"), PROGRAMS, ids=name_of)
+def test_schedules_ipus_and_recompute_change_no_bit(loss, elsewhere, how):
+    assert differing(trained(*cut(loss, *elsewhere), **how), on_two_ipus(loss, **how)) == []
 
 
 @pytest.mark.slow
@@ -180,23 +182,6 @@ def test_two_replicas_have_equal_bits_too(loss, elsewhere, shard_optimizer):
     expected = on_two_ipus(loss, replicas=2, shard_optimizer=True)
     found = trained(*cut(loss, *elsewhere, replicas=2), shard_optimizer=shard_optimizer)
     assert differing(found, expected) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ipus_and_schedule", [(2, "zb-h1"), (4, "1f1b"), (4, "zb-h1")])
-def test_tied_weights_have_equal_bits_where_each_ipu_reads_them_once(ipus_and_schedule):
-    assert differing(trained(*cut(tied, *ipus_and_schedule)), on_two_ipus(tied)) == []
-
-
-CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAMW)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ipus_and_schedule", [(1, "sequential"), (2, "zb-h1"), (4, "1f1b"), (4, "zb-h1")])
-@pytest.mark.parametrize("how", [{"optimizer": CLIPPED}, {"max_gradient_norm": 0.1}], ids=["optax", "option"])
-def test_norms_over_leaves_that_are_on_one_ipu_change_no_bit(how, ipus_and_schedule):
-    expected = on_two_ipus(listed, **how)
-    assert differing(trained(*cut(listed, *ipus_and_schedule), **how), expected) == []
 
 
 @pytest.mark.slow

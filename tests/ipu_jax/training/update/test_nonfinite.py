@@ -17,9 +17,8 @@ from jax.sharding import PartitionSpec as P
 from ipu_jax import ALL_IPUS, Checkpoints, Feed, Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
 from ipu_jax.options import DynamicScale
 from ipu_jax.steps import NonFiniteLossError, NonFiniteLossWarning
-from ipu_jax.training.update.nonfinite import StageFlags, first_nonfinite
 from support.harness import exactly
-from support.instances import run_instances
+from support.programs import run_instances
 from support.trained import bits, quick_compiles
 
 M = 3
@@ -118,6 +117,20 @@ def test_what_was_made_wrong_is_named(name, value, at, expected, random_step):
     assert np.isfinite(found.loss) == (is_gradient or name == "to_state")
 
 
+def test_of_several_wrong_values_the_first_counts(random_step):
+    """A micro-batch before the others, whatever the replica, and a stage before the others of a micro-batch."""
+    batch, state = spoiled("to_state", np.inf, 1, 0), first_state(random_step)
+    batch["x"][0, 1, 3, 0] = np.nan
+    for expected in ((1, 0, 0, "body", "its new state stages['body']['mean']"), (0, 1, 0, "body", "batch['x']")):
+        found: Any = random_step.find_nonfinite(state, batch)
+        assert dataclasses.astuple(found)[1:6] == expected
+        batch["to_state"][1, 0], batch["one"][1, 1] = 0, 0
+    batch = spoiled("shift", 0.0, 1, 0, 4)
+    batch["shift"][0, 2, 4] = 0
+    found = random_step.find_nonfinite(state, batch)
+    assert (found.replica, found.microbatch, found.name) == (1, 0, "middle")
+
+
 def test_a_feeds_batch_is_searched_as_it_is():
     step = make_train_step(lambda w, rows: jnp.mean(jnp.log(rows["x"] @ w)), optax.sgd(0.1))
     rows = np.ones((8, 2), np.float32)
@@ -183,21 +196,25 @@ def test_what_is_named_does_not_depend_on_ipus_and_schedule(ipus, schedule):
 
 
 @pytest.mark.parametrize("concurrent", [False, True])
-def test_a_sum_of_gradients_that_overflows_is_named_and_large_values_are_not(concurrent):
+def test_sums_that_overflow_are_named_and_large_values_and_a_mask_are_not(concurrent):
     """By hand: each gradient is x, also as the sum of what two IPUs compute, and float32 ends at 3.4e38."""
 
     def fn(w, x, mb):
-        y = lax.psum(mb["x"] * w, "ipu") / 2 if concurrent else mb["x"] * w
+        y = lax.psum(mb["x"] * w / 2, "ipu") if concurrent else mb["x"] * w
         return jnp.where(mb["mask"] > 0, y, 1.0)
 
     stage, specs = Stage(fn, "w", ipu=ALL_IPUS if concurrent else 1), {"w": P()} if concurrent else None
     pipeline = Pipeline([stage], mesh=make_mesh(1, 2), gradient_accumulation=2, reduction="sum", specs=specs)
     step = make_train_step(pipeline, optax.sgd(0.1), TrainOptions(on_nonfinite="stop"))
-    state, mask = step.init({"w": np.float32(1e-30)}), np.full(2, np.finfo(np.float32).max)
+    state, mask = step.init({"w": np.float32(1e-30)}), np.full(2, np.inf, np.float32)
     batch = {"mask": mask, "x": np.array([1e38, 1e30], np.float32)}
     assert step.find_nonfinite(state, batch) is None
     found: Any = step.find_nonfinite(state, batch | {"x": np.full(2, 3e38, np.float32)})
     assert found.what == "the sum of the gradients over micro-batches and replicas"
+    found = step.find_nonfinite(step.init({"w": np.float32(1)}), batch | {"x": np.full(2, 3e38, np.float32)})
+    assert found.what == "the sum of the losses"
+    found = step.find_nonfinite(state, batch | {"x": np.array([1, np.nan], np.float32)})
+    assert found.what == "batch['x']"
 
 
 def test_a_stage_runs_on_its_own_ipu():
@@ -243,37 +260,6 @@ def test_each_stage_reads_the_state_that_it_wrote():
     assert str(step.find_nonfinite(state, {"number": batch["number"] - 1})).startswith(
         "update 1, replica 0, micro-batch 0"
     )
-
-
-def test_of_many_flags_the_first_counts():
-    losses = np.zeros((2, 4), np.float32)
-    losses[0, 3] = losses[1, 1:] = np.nan
-    none = np.zeros((2, 4), bool)
-
-    def at(*where):
-        flag = none.copy()
-        flag[where] = True
-        return flag
-
-    bad = ~np.isfinite(losses)
-    mask = np.ones((2, 4), bool)  # infinite everywhere, also where the loss is finite
-    first = StageFlags(outputs={"0": mask}, state={"s": at(1, slice(1, 4))}, new_state={"s": at(1, slice(0, 4))})
-    second = StageFlags(outputs={"0": bad})
-    found: Any = first_nonfinite(1, losses, [first, second], ["a", "b"], sums_are_finite=True)
-    # the state went wrong in the micro-batch before the loss did
-    assert (found.replica, found.microbatch, found.stage, found.what) == (1, 0, 0, "its new state s")
-    second = StageFlags(outputs={"0": bad}, weights={"w": mask}, batch={"x": bad})
-    found = first_nonfinite(1, losses, [StageFlags(outputs={"0": mask}), second], ["a", "b"], sums_are_finite=True)
-    assert (found.replica, found.microbatch, found.stage, found.what) == (1, 1, 1, "x")
-    found = first_nonfinite(1, losses, [StageFlags()], ["a"], sums_are_finite=True)
-    assert (found.replica, found.microbatch, found.what) == (0, 3, "its loss")
-    zeros = np.zeros_like(losses)
-    assert first_nonfinite(1, zeros, [StageFlags()], None, sums_are_finite=True) is None
-    of_sums: Any = first_nonfinite(1, zeros, [StageFlags()], None, sums_are_finite=False)
-    assert of_sums.what == "the sum of the gradients over micro-batches and replicas"
-    large = np.full((2, 4), 3e38, np.float32)
-    found = first_nonfinite(1, large, [StageFlags()], None, sums_are_finite=True)
-    assert found.what == "the sum of the losses"
 
 
 # what becomes of the state

@@ -1,5 +1,6 @@
-"""Test norms, learning rates and texts of a training step, and that it takes a feed's batches as they are."""
+"""Test norms, learning rates and texts of a training step, and calls that make only some updates of their batch."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,9 +10,9 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ipu_jax import ALL_IPUS, Feed, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax import ALL_IPUS, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
 from ipu_jax.options import DynamicScale
-from support.dense import largest_relative_error
+from ipu_jax.steps import NonFiniteLossError
 from support.small_problems import product_loss, product_rows, product_weights
 from support.trained import compiled_quickly
 
@@ -87,48 +88,6 @@ def test_the_learning_rate_is_the_one_that_the_optimizer_keeps(optimizer, expect
         np.testing.assert_allclose(step(state, product_rows(STEPS, 1))[1].learning_rate, expected, rtol=1e-6)
 
 
-# batches of a feed
-
-
-@pytest.mark.slow
-def test_a_feeds_last_batch_makes_only_the_updates_that_have_examples():
-    """Of 4 updates a batch, the second has one whole update and one with a row that fills it up."""
-    rng = np.random.default_rng(0)
-    source = {"x": rng.normal(size=(11, 5)).astype(np.float32), "real": np.ones(11, np.float32)}
-    fn = lambda w, mb: (jnp.sum((mb["x"] @ w["u"] @ w["v"]) ** 2 * mb["real"]), mb["real"].sum())
-    optimizer = optax.adamw(0.1, weight_decay=0.5)  # it would move weights without any gradient
-    step = make_train_step(fn, optimizer, TrainOptions(weighted=True, device_iterations=4, outputs="all"))
-    state, found, losses = step.init(product_weights()), [], []
-    with Feed(
-        source, mesh=make_mesh(1, 1), micro_batch=2, device_iterations=4, shuffle=False, remainder="pad", epochs=1
-    ) as feed:
-        batches = list(feed)
-    for batch in batches:
-        state, outputs = step(state, batch)
-        found.append(outputs.loss)
-
-    @jax.jit
-    def updated(w, opt, of_rows):
-        loss, g = jax.value_and_grad(lambda w, r: fn(w, r)[0] / fn(w, r)[1])(w, of_rows)
-        updates, opt = optimizer.update(g, opt, w)
-        return optax.apply_updates(w, updates), opt, loss
-
-    whole = product_weights()
-    opt = optimizer.init(whole)
-    padded = {"x": np.pad(source["x"], ((0, 1), (0, 0))), "real": np.pad(source["real"], (0, 1))}
-    for start in range(0, 12, 2):
-        whole, opt, loss = updated(whole, opt, {name: leaf[start : start + 2] for name, leaf in padded.items()})
-        losses.append(float(loss))
-    assert int(state.step) == 6
-    assert largest_relative_error(step.whole(state)["params"], whole) <= 1e-5
-    for loss, of_batch in zip(found, (losses[:4], losses[4:]), strict=True):
-        np.testing.assert_allclose(loss, of_batch, rtol=1e-5)
-    loss, counts = step.loss(state, batches[1])
-    total, count = fn(whole, {name: leaf[8:] for name, leaf in source.items()})
-    np.testing.assert_allclose(loss, total / count, rtol=1e-5)
-    assert counts.tolist() == [[2], [1]]
-
-
 # texts
 
 
@@ -150,3 +109,73 @@ def test_what_prints():
     ):
         assert not [text for text in holds if text not in printed], printed
     assert told == [repr(shapes)]
+
+
+# calls that make only some updates of their batch
+
+K, M, B, D = 5, 2, 3, 4
+RATE = 0.1
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+@functools.cache
+def step_of(**options):
+    pipeline = Pipeline(
+        [
+            Stage(lambda p, x, mb: jnp.tanh(mb @ p), params="a", ipu=0),
+            Stage(lambda p, x, mb: jnp.mean((x @ p) ** 2), params="b", ipu=1),
+        ],
+        mesh=make_mesh(1, 2),
+        gradient_accumulation=M,
+    )
+    return make_train_step(pipeline, optax.sgd(RATE), TrainOptions(device_iterations=K, **options))
+
+
+def weights():
+    return {"a": normal(0, D, 7), "b": normal(1, 7, 3)}
+
+
+@pytest.mark.fast("sum")
+@pytest.mark.parametrize(
+    ("outputs", "of"),
+    [
+        ("final", lambda every: every[4]),
+        ("sum", lambda every: every.sum(0)),
+        ("all", lambda every: every),
+        (2, lambda every: every[[1, 3, 4]]),  # the last group is cut short
+        (6, lambda every: every[4]),
+    ],
+    ids=["final", "sum", "all", "2", "6"],
+)
+def test_outputs_are_those_of_the_updates_that_were_made(outputs, of):
+    loss_fn = lambda w, rows: (jnp.mean((rows * w) ** 2), rows.sum())
+    options = TrainOptions(device_iterations=6, outputs=outputs, gradient_accumulation=M)
+    step = make_train_step(loss_fn, optax.sgd(RATE), options)
+    batch, w, losses = normal(4, 6, M, B), 2.0, []
+    for rows in batch:
+        losses.append(np.mean((rows * w) ** 2))
+        w -= RATE * 2 * w * np.mean(rows**2)
+    state, found = step(step.init(jnp.float32(2)), batch, updates=5)
+    np.testing.assert_allclose(found.loss, of(np.array(losses[:5])), rtol=1e-5)
+    np.testing.assert_allclose(found.aux, of(batch[:5].sum(-1)), rtol=1e-5)
+    state, found = step(state, batch, updates=range(5, 6))
+    np.testing.assert_allclose(np.ravel(found.loss), [losses[5]], rtol=1e-5)
+    np.testing.assert_allclose(state.params, w, rtol=1e-5)
+    assert step._program._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue] (jax hides it)
+    np.testing.assert_allclose(step.loss(state, batch)[0], np.mean((batch * w) ** 2), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_an_update_that_is_not_finite_is_found_in_its_piece_of_the_batch():
+    batch = normal(5, K, M, B, D)
+    batch[3, 1, 2, 0] = np.nan
+    step = step_of(on_nonfinite="stop", donate=False)
+    state = step.init(weights())
+    for made in (range(2), range(2, K)):
+        state, _ = step(state, batch, updates=made)
+    with pytest.raises(NonFiniteLossError, match="update 4, replica 0, micro-batch 1, stage 0"):
+        step.check(state)
+    assert int(state.step) == 3

@@ -13,7 +13,7 @@ import pytest
 from ipu_jax import Pipeline, Stage, TrainOptions, make_mesh, make_train_step
 from ipu_jax.options import DynamicScale
 from ipu_jax.steps import Replicas
-from ipu_jax.training.update._precision import Scale, next_scale, stochastic_round
+from ipu_jax.training.update._precision import stochastic_round
 from support.dense import largest_relative_error
 from support.one_stage import KINDS, model_of
 from support.trained import compiled_quickly
@@ -301,23 +301,22 @@ def test_a_scale_where_everything_is_frozen_only_grows():
     assert jax.tree.map(np.ndarray.tolist, jax.tree.map(np.asarray, whole["params"])) == {"a": [2] * 3, "b": [3] * 3}
 
 
-def test_the_scale_stays_within_its_bounds():
-    chosen = DynamicScale(initial=2.0, growth_interval=1, largest=4.0)
-    scale = Scale(jnp.float32(2), jnp.int32(0))
-    seen = []
-    for finite in (True, True, True, False, False, False, False):
-        scale = next_scale(chosen, scale, finite)
-        seen.append(float(scale.scale))
-    assert seen == [4, 4, 4, 2, 1, 1, 1]
-
-
-def test_a_bad_update_starts_the_count_of_good_ones_again():
-    chosen, scale = DynamicScale(initial=8.0, growth_interval=3), Scale(jnp.float32(8), jnp.int32(0))
-    seen = []
-    for finite in (True, False, True, True, True):
-        scale = next_scale(chosen, scale, finite)
-        seen.append(float(scale.scale))
-    assert seen == [8, 4, 4, 4, 8]
+@pytest.mark.parametrize(
+    ("chosen", "finite", "scales"),
+    [
+        ({"initial": 2.0, "growth_interval": 1, "largest": 4.0}, (1, 1, 1, 0, 0, 0, 0), [4, 4, 4, 2, 1, 1, 1]),
+        ({"initial": 8.0, "growth_interval": 3}, (1, 0, 1, 1, 1), [8, 4, 4, 4, 8]),  # a bad one starts the count anew
+    ],
+)
+def test_the_scale_follows_the_updates_within_its_bounds(chosen, finite, scales):
+    """The gradient is the batch's number."""
+    options = TrainOptions(loss_scale=DynamicScale(**chosen))
+    step: Any = make_train_step(lambda w, x: x.mean() * w, optax.sgd(0.1), options)
+    state, seen = step.init(np.float32(1)), []
+    for is_finite in finite:
+        state, _ = step(state, np.full((1, 1), 1.0 if is_finite else np.inf, np.float32))
+        seen.append(float(state.scale.scale))
+    assert seen == scales
 
 
 def test_predictions_are_computed_in_half():

@@ -62,13 +62,7 @@ COUNT, POSITIVE = "an int of at least 1", "a finite one above 0"
     (lambda: SCALE(factor=1), "factor=1 ", "does not grow", "one above 1"),
     (lambda: SCALE(initial=float("nan")), "initial=nan ", "not a positive number", POSITIVE),
     (lambda: SCALE(initial=0.5), "initial=0.5 ", "smallest=1.0 to largest=16777216.0", "start between the two"),
-)
-def test_options_that_cannot_be_are_refused(call, holds):
-    with refused(*holds):
-        call()
-
-
-@refusals(
+    # models, optimizers and replicas
     (
         lambda: MAKE(OF_FOUR, SGD, TrainOptions(gradient_accumulation=2)),
         *("gradient_accumulation=2", "made with gradient_accumulation=4", "or the same in both"),
@@ -93,7 +87,7 @@ def test_options_that_cannot_be_are_refused(call, holds):
     (lambda: replicas_of(replication_factor=0), "replication_factor=0 ", "is not a count", COUNT),
     (lambda: replicas_of(num_ipus=2.0), "num_ipus=2.0 ", "is not a count", COUNT),  # pyright: ignore[reportArgumentType]
 )
-def test_models_optimizers_and_replicas_that_do_not_fit_are_refused(call, holds):
+def test_options_and_models_that_do_not_fit_are_refused(call, holds):
     with refused(*holds):
         call()
 

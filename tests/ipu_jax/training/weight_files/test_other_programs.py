@@ -6,18 +6,16 @@ torch is not needed: a `state_dict` is names and arrays, which the library's Num
 import json
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
+from ipu_jax import Pipeline, Stage
 from ipu_jax.io import Saved, export_weights, import_weights
 from support.trained import bits
 
@@ -157,17 +155,3 @@ def test_a_torch_conv_net_predicts_as_by_hand(tmp_path, dtype):
     images = draw(2, 3, 3, 8, 7)
     found = pipeline.predict(params, {"x": images.transpose(0, 1, 3, 4, 2)})
     np.testing.assert_allclose(found, [conv_by_hand(state_dict, m) for m in images], rtol=2e-5, atol=2e-5)
-
-
-def test_flax_variables_are_imported():
-    module = nn.Dense(10)
-    variables = module.init(jax.random.key(0), jnp.ones((1, 9)))
-    pipeline = Pipeline(
-        [Stage(lambda p, x, mb: x, params="head", ipu=ALL_IPUS)],
-        mesh=make_mesh(1, 4),
-        specs={"head": {"w": P(None, "ipu"), "b": P("ipu")}},
-    )
-    shape = jax.eval_shape(lambda: {"head": {"w": jnp.zeros((9, 10)), "b": jnp.zeros(10)}})
-    mapping = {"head/w": "params/kernel", "head/b": "params/bias"}
-    params = import_weights(variables, pipeline.shard_shapes(shape), mapping=mapping)
-    np.testing.assert_array_equal(pipeline.unshard(params)["head"]["w"], variables["params"]["kernel"])

@@ -207,30 +207,6 @@ MANY_BRACKETS = b"{'descr': '<f4', 'fortran_order': False, 'shape': " + b"-" * 9
 NPY = b"\x93NUMPY\x01\x00"
 
 
-@refusals(
-    (lambda at: archive(at, {"archive/data.pkl": b"", "archive/data/0": b""}), "'archive/data.pkl'", "save torch's"),
-    (lambda at: archive(at, {"readme.txt": b"words"}), "'readme.txt' is not an array", "numpy.savez"),
-    (lambda at: archive(at, {"w.npy": b"words"}), "is damaged", AGAIN),
-    (lambda at: archive(at, {"w.npy": NPY}), "is damaged", AGAIN),
-    (lambda at: archive(at, {"w.npy": NPY + b"\x61\x23" + MANY_BRACKETS}), "is damaged: ", AGAIN),
-    (lambda at: archive(at, {"w.npy": npy(TWO) + b"more"}), "'w' has bytes after its array", "Get it again"),
-    (lambda at: archive(at, {"w.npy": npy(np.array([{}], object))}), "'w.npy' has Python objects", AGAIN),
-)
-def test_an_archive_of_something_else_is_refused(call, holds, tmp_path):
-    with refused(str(tmp_path), *holds):
-        call(tmp_path)
-
-
-def test_a_huge_header_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(_safetensors, "_LARGEST_HEADER", 100)
-    save_file({f"w{k}": ONE for k in range(9)}, tmp_path / "w.safetensors")
-    with refused(str(tmp_path), "is not a safetensors or npz file, or is cut short", "Get it again"):
-        import_weights(tmp_path / "w.safetensors", {"w": ONE})
-
-
-# several files, and the index of several
-
-
 def index(at: Path, content: Any) -> None:
     save_file({"half": TWO}, at / "1.safetensors")
     path = at / "model.safetensors.index.json"
@@ -244,15 +220,30 @@ def twice(at: Path) -> None:
 
 
 @refusals(
+    (lambda at: archive(at, {"archive/data.pkl": b"", "archive/data/0": b""}), "'archive/data.pkl'", "save torch's"),
+    (lambda at: archive(at, {"readme.txt": b"words"}), "'readme.txt' is not an array", "numpy.savez"),
+    (lambda at: archive(at, {"w.npy": b"words"}), "is damaged", AGAIN),
+    (lambda at: archive(at, {"w.npy": NPY}), "is damaged", AGAIN),
+    (lambda at: archive(at, {"w.npy": NPY + b"\x61\x23" + MANY_BRACKETS}), "is damaged: ", AGAIN),
+    (lambda at: archive(at, {"w.npy": npy(TWO) + b"more"}), "'w' has bytes after its array", "Get it again"),
+    (lambda at: archive(at, {"w.npy": npy(np.array([{}], object))}), "'w.npy' has Python objects", AGAIN),
+    # several files, and the index of several
     (lambda at: index(at, "{"), "is damaged", "Expecting property name", AGAIN),
     (lambda at: index(at, []), "it has no", '"weight_map"', AGAIN),
     (lambda at: index(at, {"half": "../half.safetensors"}), "'../half.safetensors'", "not a file beside", AGAIN),
     (lambda at: index(at, {"ids": "1.safetensors"}), "'ids' is in 1.safetensors", "which does not"),
     (twice, "'a' is in ", "1.safetensors: give one of them"),
 )
-def test_several_files_that_contradict_each_other_are_refused(call, holds, tmp_path):
-    with refused(*holds):
+def test_files_of_something_else_and_files_that_contradict_each_other_are_refused(call, holds, tmp_path):
+    with refused(str(tmp_path), *holds):
         call(tmp_path)
+
+
+def test_a_huge_header_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(_safetensors, "_LARGEST_HEADER", 100)
+    save_file({f"w{k}": ONE for k in range(9)}, tmp_path / "w.safetensors")
+    with refused(str(tmp_path), "is not a safetensors or npz file, or is cut short", "Get it again"):
+        import_weights(tmp_path / "w.safetensors", {"w": ONE})
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):

@@ -33,12 +33,6 @@ KEYS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("IPU_JAX_MONITOR", str(tmp_path / "records"))
-    return tmp_path / "records"
-
-
 def test_json_has_a_line_with_stable_keys(folder, capsys):
     """All of the line can be printed, whatever the record says."""
     with recorded(folder, f"{STEPS}\nrecord.note(ipus=[dict(id=3, platform='cpu', kind='\\x1b]0;t\\x9b')])") as running:

@@ -9,16 +9,9 @@ import sys
 import psutil
 import pytest
 
-from ipu_jax.distributed.processes import beacons
 from ipu_jax.distributed.processes.identity import Identity, is_living, own_identity
 from ipu_jax.run.observe.monitor import records
 from support.launched import recorded
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("IPU_JAX_MONITOR", str(tmp_path / "records"))
-    return tmp_path / "records"
 
 
 @pytest.fixture
@@ -57,16 +50,18 @@ def test_another_process_with_the_same_number_is_not_taken_for_it(folder, own):
     with recorded(folder) as running:
         (record,), _ = find(own)
         (path,) = folder.iterdir()
-        path.rename(folder / f"{record.identity._replace(start=record.identity.start - 1)}.record")
+        path.rename(folder / str(record.identity._replace(start=record.identity.start - 1)))
         assert find(own) == ([], [])
         assert list(folder.iterdir()) == []
         assert running.poll() is None
 
 
-def write(folder, identity, content=b"{}", beacon=bytes(beacons.SIZE)):
-    folder.mkdir(mode=0o700, exist_ok=True)
-    path = folder / f"{identity}.record"
-    path.write_bytes(beacon + content)
+def write(folder, identity, content=b"{}", beacon=bytes(4096)):
+    path = folder / str(identity)
+    for made in (folder, path):
+        made.mkdir(mode=0o700, exist_ok=True)
+    (path / "beacon").write_bytes(beacon)
+    (path / "said.json").write_bytes(content)
     return path
 
 
@@ -81,7 +76,7 @@ def test_another_containers_or_hosts_record_is_left_alone(folder, own, change):
 
 def valid(own, **changes):
     values = {
-        "format": 2,
+        "format": 3,
         "command": ["train"],
         "run": None,
         "instance": 0,
@@ -100,25 +95,25 @@ def test_what_tells_of_no_mesh_and_has_no_beacon_is_a_record_nonetheless(folder,
     assert (record.reading, record.said.replicas, record.said.ipus[0].stages, ignored) == (None, None, (), [])
 
 
-@pytest.mark.parametrize("content", [b"", bytes(100)])
-def test_one_that_is_just_being_begun_is_none_yet(folder, own, content):
-    write(folder, own, content)
+@pytest.mark.parametrize("missing", ["beacon", "said.json"])
+def test_one_that_is_just_being_begun_is_none_yet(folder, own, missing):
+    (write(folder, own, valid(own)) / missing).unlink()
     assert find(own) == ([], [])
 
 
 DAMAGED = "is damaged"
-OTHER = "is not of format 2"
+OTHER = "is not of format 3"
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b'{"format": 2, "comm', DAMAGED),
+        (b'{"format": 3, "comm', DAMAGED),
         (b"\xff\xfe\x00!", DAMAGED),
         (b"[" * 100_000, DAMAGED),
         (b"[1]", OTHER),
         (b'{"format": 1}', OTHER),
-        (b'{"format": 2}', DAMAGED),
+        (b'{"format": 3}', DAMAGED),
         ({"command": "train"}, DAMAGED),
         ({"command": [1]}, DAMAGED),
         ({"run": 3}, DAMAGED),
@@ -131,7 +126,7 @@ OTHER = "is not of format 2"
         ({"instance": None}, DAMAGED),
         ({"instance": 10**4000}, DAMAGED),
         ({"replicas": -1}, DAMAGED),
-        (b" " * (1 << 21), "too large for a record"),
+        (b" " * (1 << 21), "said.json is too large for a record"),
     ],
 )
 def test_what_is_damaged_or_of_another_format_is_ignored_and_named(folder, own, content, reason):
@@ -143,7 +138,7 @@ def test_what_is_damaged_or_of_another_format_is_ignored_and_named(folder, own, 
 
 
 def test_a_pipe_or_a_link_in_place_of_a_record_stops_nobody(folder, own):
-    path = write(folder, own)
+    path = write(folder, own) / "said.json"
     path.unlink()
     os.mkfifo(path)
     assert "not a regular file" in find(own)[1][0].reason
@@ -152,9 +147,21 @@ def test_a_pipe_or_a_link_in_place_of_a_record_stops_nobody(folder, own):
     assert "Is a symbolic link" in find(own)[1][0].reason
 
 
+def test_a_link_may_lead_to_a_record_in_another_place_of_the_same_user(folder, own, tmp_path):
+    path = write(folder, own, valid(own))
+    path.rename(tmp_path / "there")
+    path.symlink_to(tmp_path / "there")
+    assert len(find(own)[0]) == 1
+    (tmp_path / "there").chmod(0o750)
+    assert find(own)[1][0].reason == "has mode 750, not 700"
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    assert find(own)[1][0].reason == "Not a directory"
+
+
 def test_other_files_in_the_folder_are_named_and_left(folder, own):
     folder.mkdir(mode=0o700)
-    for name in ("notes", "1-2.record", f"{own}.record.old", "0-0-zzzzzzzz-0.record"):
+    for name in ("notes", "1-2", f"{own}.old", "0-0-zzzzzzzz-0"):
         (folder / name).write_text("")
     found, ignored = find(own)
     assert (found, {one.reason for one in ignored}, len(ignored)) == ([], {"has no name of a record"}, 4)
@@ -224,7 +231,7 @@ def test_a_file_that_is_another_users_is_not_believed(folder, own, monkeypatch):
 
     monkeypatch.setattr(os, "fstat", owned)
     shown, (ignored,) = find(own)
-    assert (shown, ignored.path, ignored.reason) == ([], str(path), f"belongs to user 4321, not {os.getuid()}")
+    assert (shown, ignored.path, ignored.reason) == ([], str(path), f"beacon belongs to user 4321, not {os.getuid()}")
 
 
 def test_a_process_that_may_not_be_looked_into_is_its_users_nonetheless(folder, own):

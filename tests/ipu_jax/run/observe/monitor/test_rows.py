@@ -22,12 +22,6 @@ ago(0)
 """
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("IPU_JAX_MONITOR", str(tmp_path / "records"))
-    return tmp_path / "records"
-
-
 def watch(**chosen):
     own = own_identity()
     assert own is not None

@@ -1,21 +1,15 @@
-"""Check that an IPU's temporary bytes are what its report predicts, and don't grow with the number of micro-batches.
+"""Make pipelines whose memory is nearly all activations: three tanh layers of 64x64 per stage, 512 rows.
 
-A stage is three tanh layers of 64x64 on micro-batches of 512 rows, so that activations take nearly all the memory. The
-compiled step's `memory_analysis().temp_size_in_bytes` is compared with `PipelineReport.predicted_temporary`, for every
-schedule below. Nothing is run. docs/measured.md has the rows of 4 IPUs.
-
-    python benchmarks/memory.py [--check]
+`compiled_bytes` are XLA's, and `PipelineReport.predicted_temporary` is ours. docs/measured.md has the rows of 4 IPUs.
 """
 
 import functools
-import sys
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from figures import Figures
-from ipu_jax import Pipeline, Stage, configure
+from ipu_jax import Pipeline, Stage
 from ipu_jax.costs import PipelineReport
 
 WIDTH, ROWS, LAYERS = 64, 512, 3
@@ -59,7 +53,7 @@ def arguments(pipeline: Pipeline, width: int = WIDTH, rows: int = ROWS) -> tuple
 def report_of(
     schedule: str, ipus: int, micro_batches: int, *, recompute: Literal["auto", "none", "all"] = "auto"
 ) -> PipelineReport:
-    """Return the compiled report of the benchmark's model."""
+    """Return the compiled report of the pipeline."""
     pipeline = pipeline_of(schedule, ipus, micro_batches, recompute=recompute)
     return pipeline.report(*arguments(pipeline))
 
@@ -77,32 +71,3 @@ def settled(schedule: str, ipus: int) -> tuple[int, ...]:
     """
     least = {"grouped": 2 * ipus - 1, "looped": 2 * ipus}.get(schedule, ipus)
     return () if schedule == "gpipe" else tuple(m for m in MICRO_BATCHES if m >= least)
-
-
-def main() -> int:
-    figures = Figures("temporary bytes of a step: as compiled, as predicted, and in the micro-batches")
-    figures.shrink(__name__, SCHEDULES=("grouped",), MICRO_BATCHES=(4,))
-    configure(4)
-    print("| IPUs | schedule | stash, MB | predicted, MB | compiled, MB | compiled / predicted |")
-    print("|---|---|---|---|---|---|")
-    for ipus, schedule in [(ipus, schedule) for ipus in (2, 4) for schedule in SCHEDULES]:
-        found = [report_of(schedule, ipus, m) for m in MICRO_BATCHES]
-        columns = [(one.stash, one.predicted_temporary, compiled_bytes(one)) for one in found]
-        cells = [" / ".join(f"{size / 1e6:.2f}" for size in sizes) for sizes in zip(*columns, strict=True)]
-        ratios = " / ".join(f"{compiled_bytes(one) / one.predicted_temporary:.2f}" for one in found)
-        print(f"| {ipus} | {schedule} | {' | '.join(cells)} | {ratios} |", flush=True)
-    for ipus in (2, 4):
-        for schedule in SCHEDULES:
-            found = [report_of(schedule, ipus, m) for m in MICRO_BATCHES]
-            ratios = [compiled_bytes(one) / one.predicted_temporary for one in found]
-            apart = max(max(ratio, 1 / ratio) for ratio in ratios)
-            figures.add(f"compiled against predicted bytes, {schedule}, {ipus} IPUs, at most", apart, NEAR)
-            flat = [compiled_bytes(report_of(schedule, ipus, m)) for m in settled(schedule, ipus)]
-            if flat:
-                first, last = settled(schedule, ipus)[0], settled(schedule, ipus)[-1]
-                figures.add(f"temporary bytes, M={last} / M={first}, {schedule}, {ipus} IPUs", flat[-1] / flat[0], 1.05)
-    return figures.status()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
