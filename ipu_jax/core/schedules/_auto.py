@@ -26,11 +26,10 @@ from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.schedules._annealing import AnnealedTable, Ticks, depths_of, lockstep_cost, spread
 from ipu_jax.core.schedules._costs import StageCosts, Work, lower_bound
 from ipu_jax.core.schedules._families import SCHEDULES, canonical_name, default_placement, timetable
-from ipu_jax.core.schedules._line import Local, by_kind, rows_of
 from ipu_jax.core.schedules._list_scheduler import FIRSTS, Policy, earliest_ticks, list_schedule
 from ipu_jax.core.schedules._policies import ROUNDING, allot, fits, search, wanted
 from ipu_jax.core.schedules._schedule import Schedule, placement_of
-from ipu_jax.core.schedules._timetable import Placement
+from ipu_jax.core.schedules._timetable import Local, Placement, by_kind, rows_of
 
 _TRIES = 200  # at most, both for the policies and for the variations of the best policy
 _TASKS = 600_000  # the most tasks that the list scheduler places for each of the two: about two seconds
