@@ -106,8 +106,7 @@ def configure(num_ipus: int, *, cores: Cores = "shared", cuda_graphs: bool | Non
     with environment("PJRT_NPROC", os.environ.get("PJRT_NPROC", str(threads))):
         devices = local_devices()
     if len(devices) >= num_ipus:
-        for listener in facts.listeners():
-            listener.devices(devices[:num_ipus])
+        facts.say(lambda listener: listener.devices(devices[:num_ipus]))
         return devices[:num_ipus]
     raise ValueError(f"num_ipus={num_ipus}, but {_too_few(num_ipus, len(devices), devices[0].platform)}")
 
@@ -175,8 +174,7 @@ def make_mesh(replicas: int, ipus_per_replica: int, *, devices: Sequence[Device]
         )
     mesh = Mesh(chosen, names, axis_types=(AxisType.Auto,) * len(names))
     _pool_of[mesh] = None if devices is None and _described is None else pool
-    for listener in facts.listeners():
-        listener.mesh(mesh, ())
+    facts.say(lambda listener: listener.mesh(mesh, ()))
     return mesh
 
 

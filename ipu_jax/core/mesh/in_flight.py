@@ -47,8 +47,7 @@ class InFlight:
     def __init__(self, limit: int = 4):
         self._limit = check_count("limit", limit)
         self._error: Exception | None = None
-        for listener in facts.listeners():
-            listener.stepping()
+        facts.say(lambda listener: listener.stepping())
 
     @property
     def limit(self) -> int:
@@ -70,8 +69,7 @@ class InFlight:
         Args:
             arguments: the arguments of the step, a pytree.
         """
-        for listener in facts.listeners():
-            listener.dispatching(self, arguments)
+        facts.say(lambda listener: listener.dispatching(self, arguments))
 
     def admit(self, outputs: Tree, *, updates: int = 1, samples: int = 0) -> None:
         """Remember a step that was just dispatched; wait for the oldest steps until `limit` are outstanding.
@@ -98,12 +96,10 @@ class InFlight:
         smallest = min(leaf.nbytes for leaf in leaves)
         kept = [leaf for leaf in leaves if leaf.nbytes <= max(smallest, 1024)]
         _outstanding.append((self, kept))
-        for listener in facts.listeners():
-            listener.dispatched(self, kept, updates, samples)
+        facts.say(lambda listener: listener.dispatched(self, kept, updates, samples))
         while len(_outstanding) > self._limit:
             self._wait_for_oldest()
-            for listener in facts.listeners():
-                listener.waited()
+            facts.say(lambda listener: listener.waited())
 
     def _wait_for_oldest(self) -> None:
         while _outstanding:
