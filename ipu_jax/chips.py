@@ -1,10 +1,9 @@
 """Chips that are not there: describe them, compile for them, and read what the program needs and costs."""
 
 from ipu_jax.core.compiled.program import Array, Collective, Instruction, Program
-from ipu_jax.run.ahead.chip_report import ChipReport, Memory
+from ipu_jax.run.ahead.chip_report import ChipReport, Memory, Paper, Row
 from ipu_jax.run.ahead.compilers import describe
 from ipu_jax.run.ahead.compiling import compile_ahead, hand_over
-from ipu_jax.run.ahead.paper import Paper, Row
 
 __all__ = [
     "Array",

@@ -1,6 +1,6 @@
 """The training step, its state and results, and the loop around it."""
 
-from ipu_jax.core.mesh.devices import InFlight
+from ipu_jax.core.mesh.in_flight import InFlight
 from ipu_jax.distributed.stopping import StopRequest
 from ipu_jax.run.executable_cache import ExecutableCache
 from ipu_jax.run.loop.checked_fit import FitResult, fit

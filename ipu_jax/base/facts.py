@@ -90,11 +90,17 @@ def listen_from(module: str) -> None:
 
 
 def listeners() -> tuple[Listener, ...]:
-    """Return all listeners. To say a fact is to call its method on each of them."""
+    """Return all listeners."""
     for module in [*_modules]:
         importlib.import_module(module)  # another thread waits here until it has been imported
     _modules.clear()
     return _listeners
+
+
+def say(fact: Callable[[Listener], object]) -> None:
+    """Say a fact: call its method on each listener."""
+    for listener in listeners():
+        fact(listener)
 
 
 @contextlib.contextmanager

@@ -56,8 +56,7 @@ class Bar:
             self._task = self._bar.add_task(title, total=total, completed=done, text="")
 
     def __enter__(self) -> "Bar":
-        for listener in facts.listeners():
-            listener.planned(self._planned)
+        facts.say(lambda listener: listener.planned(self._planned))
         if self._bar is not None and is_notebook():
             self._cell = importlib.import_module("IPython.display").display(self._picture(), raw=True, display_id=True)
         elif self._bar is not None:
@@ -65,8 +64,7 @@ class Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for listener in facts.listeners():
-            listener.planned(None)
+        facts.say(lambda listener: listener.planned(None))
         if self._cell is not None:
             self._cell.update(self._picture(), raw=True)
         elif self._bar is not None:

@@ -259,11 +259,9 @@ def make_report(
     check_ipu_memory(ipu_memory)
     report = count_report(plan, bytes_of(batch) // mesh.shape[REPLICA_AXIS])
     if lowered is not None:
-        compiled = compiled_for(mesh.devices.flat[0], lowered)
-        analysis = compiled.memory_analysis()
-        temporary = None if analysis is None else analysis.temp_size_in_bytes  # not every platform reports it
-        collectives = tuple(in_stages(Program(compiled), mesh))
-        report = dataclasses.replace(report, temporary=temporary, collectives=collectives)
+        program = Program(compiled_for(mesh.devices.flat[0], lowered))
+        temporary = None if program.memory is None else program.temporary_bytes  # not every platform reports it
+        report = dataclasses.replace(report, temporary=temporary, collectives=tuple(in_stages(program, mesh)))
     if ipu_memory is not None:
         warn_where_too_large(report, ipu_memory, stacklevel=5)
     return dataclasses.replace(report, limit=_limit_of(mesh.devices.flat[0]) if ipu_memory is None else ipu_memory)

@@ -40,9 +40,9 @@ from ipu_jax.core.cutting.own_rows import RULES
 from ipu_jax.core.cutting.rows import RowTaker, between
 from ipu_jax.core.cutting.scan_layers import ScanLayer, ScanStack
 from ipu_jax.core.cutting.shares import in_shares
+from ipu_jax.core.cutting.split_leaves import bytes_of_part
 from ipu_jax.core.cutting.trace import FunctionTrace, Kind, Read
 from ipu_jax.core.cutting.users_code import at_line
-from ipu_jax.core.layout.tree_parts import Part
 from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.programs.cost import bytes_of
 
@@ -335,12 +335,7 @@ def _cheap(places: Places, work: np.ndarray, most: tuple[float, float], beside: 
         done += work[s]
         if not is_everywhere(places.operations[s]):
             read |= {of for of in places.trace.reads[id(places.operations[s])] if of[0] == "params"}
-        if done > most[0] or sum(_bytes_of(places, part) for _, part in read) > most[1]:
+        if done > most[0] or sum(bytes_of_part(places.trace.params[part.leaf], part) for _, part in read) > most[1]:
             break
         found.append(s)
     return found
-
-
-def _bytes_of(places: Places, part: Part) -> float:
-    leaf = places.trace.params[part.leaf].aval
-    return bytes_of(leaf) * (1.0 if part.rows is None else (part.rows[1] - part.rows[0]) / leaf.shape[part.axis])

@@ -3,17 +3,13 @@
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ipu_jax.base.annotations import Var
-from ipu_jax.base.row_rules import Taken
 from ipu_jax.base.showing import Table, counted
 from ipu_jax.core.cutting.cut import Cut
 from ipu_jax.core.cutting.division import Division
-from ipu_jax.core.cutting.everywhere import shard_size
 from ipu_jax.core.cutting.lost import of_shared, of_split, reasons
-from ipu_jax.core.cutting.split_leaves import OverIpus
+from ipu_jax.core.cutting.split_leaves import bytes_of_part
 from ipu_jax.core.cutting.stages import Held
 from ipu_jax.core.cutting.users_code import line_of, scopes_of
-from ipu_jax.core.layout.tree_parts import Part, resized
 from ipu_jax.core.programs.cost import bytes_of, in_units
 from ipu_jax.core.stage import Stage
 
@@ -68,13 +64,13 @@ def described(
         text = "the loss" if s == len(messages) and paths else text
         ends = line_of(cut.operations[cut.ends[s] - 1]) if cut.ends[s] else ""
         name = f"{s} {names[s]}" if names[s] != f"stage {s}" else str(s)
-        weights = in_units(sum(_bytes_of(trace.params[part.leaf], part, held.over) for part in own), "B")
+        weights = in_units(sum(bytes_of_part(trace.params[part.leaf], part, held.over) for part in own), "B")
         place = "all" if places[s] is None else str(places[s])
         rows.append((name, place, f"{cut.work[s] / total:.1%}", weights, ends, text))
     if not any(row[4] for row in rows[1:]):  # code without a file has no lines
         rows = [(*row[:4], row[5]) for row in rows]
     if any(held.state):
-        sizes = [sum(_bytes_of(trace.state[part.leaf], part) for part in parts) for parts in held.state]
+        sizes = [sum(bytes_of_part(trace.state[part.leaf], part) for part in parts) for parts in held.state]
         sizes = [in_units(size, "B") for size in sizes]
         rows = [(*row[:4], size, *row[4:]) for row, size in zip(rows, ["state", *sizes], strict=True)]
     table = Table(rows, left=len(rows[0]), indent="  ")
@@ -90,7 +86,7 @@ def described(
 def _shares(division: Division, held: Held, places: Sequence[Any]) -> str:
     """Return the bytes of weights that each IPU holds, beside an even share."""
     leaves = division.trace.params
-    size = lambda part: _bytes_of(leaves[part.leaf], part, held.over)
+    size = lambda part: bytes_of_part(leaves[part.leaf], part, held.over)
     sizes = {name: sum(map(size, parts)) for name, parts in held.groups.items()}
     home = dict(zip(held.own, places, strict=True))
     on = lambda ipu: sum(size for name, size in sizes.items() if home.get(name) in (None, ipu))
@@ -100,15 +96,6 @@ def _shares(division: Division, held: Held, places: Sequence[Any]) -> str:
     even = bytes_of([v.aval for v in leaves]) / len(of_ipus)
     times = max(of_ipus) / max(even, 1)
     return f"weights per IPU: {named}; the most is {times:.2f} times an even share, {in_units(even, 'B')}"
-
-
-def _bytes_of(leaf: Var, part: Part, over: OverIpus | None = None) -> int:
-    """Return the bytes of a part, or of one IPU's shard of it."""
-    shape = leaf.aval.shape if part.rows is None else Taken(part.axis, *part.rows).of(leaf.aval.shape)
-    dim = None if over is None else over.dims.get(part)
-    if over is not None and dim is not None:
-        shape = resized(shape, dim, shard_size(shape[dim], over.ipus))
-    return bytes_of([leaf.aval.update(shape=shape)])
 
 
 def _where(cut: Cut) -> str:

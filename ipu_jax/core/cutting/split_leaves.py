@@ -19,10 +19,12 @@ from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Value, Var
 from ipu_jax.base.jaxprs import variables
+from ipu_jax.base.row_rules import Taken
 from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.everywhere import is_everywhere, shard_size
-from ipu_jax.core.layout.tree_parts import Part
+from ipu_jax.core.layout.tree_parts import Part, resized
 from ipu_jax.core.mesh.devices import IPU_AXIS
+from ipu_jax.core.programs.cost import bytes_of
 
 _KEEP: Final = ("convert_element_type", "copy", "div", "mul", "neg", "reduce_precision", "stop_gradient")
 """Operations, on a shard alone or with a scalar, that make zeros of zeros: padding stays padding."""
@@ -192,3 +194,12 @@ def _gradient(dim: int, size: int, _: None, dy: Value) -> tuple[Value]:
 
 
 trained_but_for_padding.defvjp(lambda shard, dim, size: (shard, None), _gradient)
+
+
+def bytes_of_part(leaf: Var, part: Part, over: OverIpus | None = None) -> int:
+    """Return the bytes of a part, or of one IPU's shard of it."""
+    shape = leaf.aval.shape if part.rows is None else Taken(part.axis, *part.rows).of(leaf.aval.shape)
+    dim = None if over is None else over.dims.get(part)
+    if over is not None and dim is not None:
+        shape = resized(shape, dim, shard_size(shape[dim], over.ipus))
+    return bytes_of([leaf.aval.update(shape=shape)])

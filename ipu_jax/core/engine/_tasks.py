@@ -23,7 +23,7 @@ from ipu_jax.core.engine.stash import RingKey, Stash
 from ipu_jax.core.layout import packing
 from ipu_jax.core.layout.layout import Group
 from ipu_jax.core.layout.leaf import Leaf
-from ipu_jax.core.mesh.collectives import broadcast
+from ipu_jax.core.mesh.axes import broadcast
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.mesh.guard import Fence, guard
 from ipu_jax.core.programs.gradient_sums import Sum

@@ -10,6 +10,8 @@ does not grow with the number of micro-batches.
 The program runs under `check_vma=False`, so that a stage can be any plain function. JAX then differentiates the sum of
 the scalar over devices. So the cotangent of a value that is the same on all n IPUs is divided by n, and the partial
 cotangents of a replicated input are summed.
+
+Dims: P IPUs, T ticks, R rows of tables (a segment class each), N runs of a row, M micro-batches of a row.
 """
 
 import dataclasses
@@ -31,7 +33,7 @@ from ipu_jax.core.engine.labels import PlanNames
 from ipu_jax.core.engine.order import EXCHANGES, WORDS
 from ipu_jax.core.engine.plan import TABLES, Plan, stretches_of
 from ipu_jax.core.layout.packing import Sharded, sharded_of
-from ipu_jax.core.mesh.collectives import broadcast, reduced, state_over_replicas
+from ipu_jax.core.mesh.axes import broadcast, reduced, state_over_replicas
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.programs.segment import merged_aux
 from ipu_jax.core.step_args import StepArgs
@@ -85,7 +87,7 @@ class _Program:
         self.report = report_of(plan, self.name)
 
     def run(self, reduce_over_replicas: bool) -> Result:
-        runs = runs_of_ipu(runs_of([self.plan.tables[kind] for kind in TABLES]), self.tasks.ipu)
+        runs_RN4 = runs_of_ipu(runs_of([self.plan.tables[kind] for kind in TABLES]), self.tasks.ipu)
         with jax.named_scope(self.name):
             # one program may make several updates
             carry = self.report(first_carry(self.plan, self.args, self.tasks.stash), 0, self.args[:2])
@@ -93,7 +95,7 @@ class _Program:
                 self.tasks = self.tasks.within(ticks)
                 rows: Rows = {kind: jnp.asarray(self.plan.exchanges[kind][ticks]) for kind in EXCHANGES}
                 rows["tick"] = jnp.arange(ticks.start, ticks.stop, dtype=jnp.int32)
-                carry, _ = lax.scan(lambda carry, rows: self.tick(carry, rows, runs), carry, rows)
+                carry, _ = lax.scan(lambda carry, rows: self.tick(carry, rows, runs_RN4), carry, rows)
         place = self.plan.segments[-1].place
         if self.plan.role == "prediction":
             outputs = carry.outputs if place is None else broadcast(place, carry.outputs)
@@ -126,9 +128,9 @@ class _Program:
         is_none = lambda leaf: leaf is None
         return jax.tree.map(lambda g, p: jnp.zeros_like(p) if g is None else g, sums, params, is_leaf=is_none)
 
-    def tick(self, carry: Carry, rows: Rows, runs: Value) -> tuple[Carry, None]:
-        microbatches = microbatches_at(runs, rows["tick"])
-        rows = rows | dict(zip(TABLES, jnp.split(microbatches, len(TABLES)), strict=True))
+    def tick(self, carry: Carry, rows: Rows, runs_RN4: Value) -> tuple[Carry, None]:
+        microbatches_R = microbatches_at(runs_RN4, rows["tick"])
+        rows = rows | dict(zip(TABLES, jnp.split(microbatches_R, len(TABLES)), strict=True))
         for kind, number, senders in self.plan.tick.actions:
             match kind:
                 case "F":
@@ -200,46 +202,46 @@ def tasks_of(names: PlanNames) -> list[list[str]]:
 
 
 def runs_of(tables: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the runs of each IPU and row, (ipus, rows, runs, 4) int32, in the order of their ticks.
+    """Return the runs of each IPU and row, (P, R, N, 4) int32, in the order of their ticks.
 
     A run is (first tick, ticks from one micro-batch to the next, number of micro-batches, first micro-batch). A stage
     has one to three under most schedules, and at most one per micro-batch. A table of all IPUs is a constant of each
     IPU's program. As runs, the tables of 256 IPUs and 512 micro-batches take 0.1 MB.
 
     Args:
-        tables: arrays (ticks, rows, ipus) of micro-batches, -1 where idle; all of the same shape.
+        tables: arrays (T, rows, P) of micro-batches, -1 where idle; all of the same shape.
     """
-    rows = np.concatenate(tables, axis=1).transpose(2, 1, 0)
-    found = [[_runs(row) for row in of_ipu] for of_ipu in rows]
+    microbatches_PRT = np.concatenate(tables, axis=1).transpose(2, 1, 0)
+    found = [[_runs(microbatch_T) for microbatch_T in of_ipu_RT] for of_ipu_RT in microbatches_PRT]
     most = max(1, *(len(runs) for of_ipu in found for runs in of_ipu))
     none = (0, 1, 0, 0)
     return np.array([[runs + [none] * (most - len(runs)) for runs in of_ipu] for of_ipu in found], np.int32)
 
 
-def _runs(row: np.ndarray) -> list[tuple[int, int, int, int]]:
-    ticks = np.flatnonzero(row >= 0)
-    gaps, follows = np.diff(ticks), np.diff(row[ticks]) == 1
+def _runs(microbatch_T: np.ndarray) -> list[tuple[int, int, int, int]]:
+    tick_M = np.flatnonzero(microbatch_T >= 0)
+    gaps, follows = np.diff(tick_M), np.diff(microbatch_T[tick_M]) == 1
     breaks = 1 + np.flatnonzero(~follows[1:] | (gaps[1:] != gaps[:-1]))
     runs, at = [], 0
-    while at < len(ticks):
+    while at < len(tick_M):
         every, end = 1, at + 1
         if at < len(gaps) and follows[at]:
             k = np.searchsorted(breaks, at + 1)
             every, end = int(gaps[at]), int(breaks[k] if k < len(breaks) else len(gaps)) + 1
-        runs.append((int(ticks[at]), every, end - at, int(row[ticks[at]])))
+        runs.append((int(tick_M[at]), every, end - at, int(microbatch_T[tick_M[at]])))
         at = end
     return runs
 
 
-def runs_of_ipu(runs: np.ndarray, ipu: Value) -> Value:
-    """Return the runs of one IPU, (rows, runs, 4); its number may be traced."""
+def runs_of_ipu(runs_PRN4: np.ndarray, ipu: Value) -> Value:
+    """Return the runs of one IPU, (R, N, 4); its number may be traced."""
     # a constant of two dims: a TPU pads the last two
-    return jnp.asarray(runs.reshape(len(runs), -1))[ipu].reshape(runs.shape[1:])
+    return jnp.asarray(runs_PRN4.reshape(len(runs_PRN4), -1))[ipu].reshape(runs_PRN4.shape[1:])
 
 
-def microbatches_at(own: Value, tick: Value) -> Value:
-    """Return the micro-batch of each row in a tick, (rows,) int32, or -1 where idle; `own` is an IPU's runs."""
-    first, every, count, start = (own[..., k] for k in range(4))
-    number = (tick - first) // every
-    active = (number >= 0) & (number < count) & (first + number * every == tick)
-    return jnp.max(jnp.where(active, start + number, -1), axis=1)
+def microbatches_at(runs_RN4: Value, tick: Value) -> Value:
+    """Return the micro-batch of each row in a tick, (R,) int32, or -1 where idle, from an IPU's runs."""
+    first_RN, every_RN, count_RN, start_RN = (runs_RN4[..., k] for k in range(4))
+    number_RN = (tick - first_RN) // every_RN
+    active_RN = (number_RN >= 0) & (number_RN < count_RN) & (first_RN + number_RN * every_RN == tick)
+    return jnp.max(jnp.where(active_RN, start_RN + number_RN, -1), axis=1)

@@ -44,8 +44,7 @@ from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.layout.leaf import WHOLE, Leaf, PackedArray, in_chunks, joined_chunks
 from ipu_jax.core.layout.packing import Sharded, arrays_of
 from ipu_jax.core.layout.tree_parts import resized
-from ipu_jax.core.mesh.axes import further_part, names_further, names_in
-from ipu_jax.core.mesh.collectives import reduced
+from ipu_jax.core.mesh.axes import further_part, names_further, names_in, reduced
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 
 _WORTH_A_PROGRAM = 2**16  # elements; their update takes about 100 us on a CPU core

@@ -1,4 +1,4 @@
-"""Make virtual IPUs (one XLA device each, on any platform) and their mesh, and bound the steps in flight.
+"""Make virtual IPUs (one XLA device each, on any platform) and their mesh.
 
 On a laptop or in CI the devices are forced host devices of the CPU backend; on a GPU or TPU machine they are the real
 ones. The program is the same. They form one mesh, with a row per replica:
@@ -12,7 +12,6 @@ ones. The program is the same. They form one mesh, with a row per replica:
 
     configure(4)              # before anything else touches jax; also gives XLA the threads that 4 IPUs need
     mesh = make_mesh(2, 2)
-    window = InFlight()       # so that a loop that never waits cannot queue steps without bound
 
 Importing this module touches no device.
 """
@@ -24,15 +23,14 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 
 from ipu_jax.base import facts
-from ipu_jax.base.annotations import Device, Tree
+from ipu_jax.base.annotations import Device
 from ipu_jax.base.checks import check_bool, check_choice, check_count
 from ipu_jax.base.decorators import public
 from ipu_jax.core.mesh.cuda_graphs import use_cuda_graphs
@@ -108,8 +106,7 @@ def configure(num_ipus: int, *, cores: Cores = "shared", cuda_graphs: bool | Non
     with environment("PJRT_NPROC", os.environ.get("PJRT_NPROC", str(threads))):
         devices = local_devices()
     if len(devices) >= num_ipus:
-        for listener in facts.listeners():
-            listener.devices(devices[:num_ipus])
+        facts.say(lambda listener: listener.devices(devices[:num_ipus]))
         return devices[:num_ipus]
     raise ValueError(f"num_ipus={num_ipus}, but {_too_few(num_ipus, len(devices), devices[0].platform)}")
 
@@ -177,8 +174,7 @@ def make_mesh(replicas: int, ipus_per_replica: int, *, devices: Sequence[Device]
         )
     mesh = Mesh(chosen, names, axis_types=(AxisType.Auto,) * len(names))
     _pool_of[mesh] = None if devices is None and _described is None else pool
-    for listener in facts.listeners():
-        listener.mesh(mesh, ())
+    facts.say(lambda listener: listener.mesh(mesh, ()))
     return mesh
 
 
@@ -231,115 +227,6 @@ def _pool(devices: Sequence[Device] | None) -> list[Device]:
     if len({device.client for device in pool}) > 1 or len(set(pool)) < len(pool):
         raise ValueError(f"devices={devices!r} are not different devices of one platform: give each of them once")
     return pool
-
-
-_outstanding: "collections.deque[tuple[InFlight, list[Any]]]" = collections.deque()
-"""The steps of this process, the oldest first: all its loops share the devices, and so one bound."""
-
-
-class InFlight:
-    """Bounds the number of steps that are dispatched but not finished.
-
-    jax dispatches without waiting. On the CPU backend some 45 queued steps with collectives exhaust the threads that
-    XLA's rendezvous needs, and the process aborts or hangs. So a loop that runs steps must pass each step to `admit`.
-
-    A step is remembered by its outputs of up to a kilobyte, or by its smallest output. This is enough, since all
-    outputs of one computation become ready together, and a scalar does not keep weights alive. An output that was
-    donated to a later step (`donate_argnums`) can no longer be waited for. If a step has no other output, the window
-    waits for the next step that has one. That is safe but without overlap, so include an output that is not donated,
-    such as the loss.
-
-    All steps of the process count, whichever loop, `Pipeline` or `TrainStep` has dispatched them.
-
-    Args:
-        limit: the number of steps that may be outstanding after `admit` returns, at least 1.
-
-    Raises:
-        ValueError: `limit` is not a positive int.
-
-    >>> window = InFlight(limit=2)
-    >>> step = jax.jit(lambda x: x + 1)
-    >>> x = 0
-    >>> for _ in range(100):
-    ...     x = step(x)
-    ...     window.admit(x)
-    >>> int(x), window.outstanding
-    (100, 2)
-    """
-
-    def __init__(self, limit: int = 4):
-        self._limit = check_count("limit", limit)
-        self._error: Exception | None = None
-        for listener in facts.listeners():
-            listener.stepping()
-
-    @property
-    def limit(self) -> int:
-        """Return the number of steps that may be outstanding."""
-        return self._limit
-
-    @property
-    def outstanding(self) -> int:
-        """Return the number of steps that were admitted here and not yet waited for."""
-        return sum(window is self for window, _ in _outstanding)
-
-    def begin(self, arguments: Tree = None) -> None:
-        """Tell poprun, if it runs this process, that a step is about to be dispatched; `admit` takes its outputs.
-
-        A dispatch may wait for other instances. If instances are stuck, they wait for the instance that has begun the
-        fewest steps. Without this call, `admit` counts the step as begun. Inside a `jax.jit` nothing is dispatched yet,
-        so this does nothing.
-
-        Args:
-            arguments: the arguments of the step, a pytree.
-        """
-        for listener in facts.listeners():
-            listener.dispatching(self, arguments)
-
-    def admit(self, outputs: Tree, *, updates: int = 1, samples: int = 0) -> None:
-        """Remember a step that was just dispatched; wait for the oldest steps until `limit` are outstanding.
-
-        Inside a `jax.jit` nothing is dispatched yet, so this does nothing.
-
-        Args:
-            outputs: the results of the step, a pytree that contains a `jax.Array`.
-            updates: how many weight updates the step makes, for `ipu-monitor` and traces.
-            samples: how many examples go into them, on all instances together; 0 if unknown.
-
-        Raises:
-            ValueError: `outputs` contains no array that can be waited for.
-        """
-        arrays = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
-        if any(isinstance(array, Tracer) for array in arrays):
-            return
-        leaves = [array for array in arrays if not array.is_deleted()]
-        if not leaves:
-            raise ValueError("outputs hold no live jax.Array to wait for: give what the step returned, with its loss")
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-        smallest = min(leaf.nbytes for leaf in leaves)
-        kept = [leaf for leaf in leaves if leaf.nbytes <= max(smallest, 1024)]
-        _outstanding.append((self, kept))
-        for listener in facts.listeners():
-            listener.dispatched(self, kept, updates, samples)
-        while len(_outstanding) > self._limit:
-            self._wait_for_oldest()
-            for listener in facts.listeners():
-                listener.waited()
-
-    def _wait_for_oldest(self) -> None:
-        while _outstanding:
-            window, outputs = _outstanding.popleft()
-            live = [output for output in outputs if not output.is_deleted()]
-            if live:
-                try:
-                    live[0].block_until_ready()
-                except Exception as error:
-                    if window is self:
-                        raise
-                    window._error = error  # of another loop, whose next step raises it
-                return
 
 
 def local_devices() -> list[Device]:

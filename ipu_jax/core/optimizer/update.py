@@ -22,7 +22,7 @@ from ipu_jax.base.annotations import Dtype, Params, Tree, Value, Var
 from ipu_jax.base.jaxprs import bound, read_by
 from ipu_jax.core.layout.blocks import Blocks, from_blocks, gather
 from ipu_jax.core.layout.packing import Sharded, shard_tree
-from ipu_jax.core.mesh.collectives import rounded
+from ipu_jax.core.mesh.axes import rounded
 from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.mesh.guard import SLOT, Fence, guard
 from ipu_jax.core.optimizer._analysis import LeafReduction, analyze_update

@@ -139,8 +139,7 @@ class Pipeline(Foreseen, WithForward, Shown):
         if chosen is not None:
             warn_of_messages(chosen, self.placement.platform, stacklevel=4)
         self._memory, self._programs = MemoryGuard(ipu_memory), Programs(self.placement)
-        for listener in facts.listeners():
-            listener.mesh(self.mesh, [(stage.name, stage.place) for stage in self.stages])
+        facts.say(lambda listener: listener.mesh(self.mesh, [(stage.name, stage.place) for stage in self.stages]))
 
     from_layers = Gone("from_layers")
 

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero, linear_call, zero_from_primal
 
 from ipu_jax.base.annotations import Function, Tree, Value
-from ipu_jax.core.mesh.devices import InFlight
+from ipu_jax.core.mesh.in_flight import InFlight
 from ipu_jax.core.mesh.instances import taken
 from ipu_jax.core.pipeline.arguments import count_samples
 from ipu_jax.core.pipeline.placed_stages import PlacedStages

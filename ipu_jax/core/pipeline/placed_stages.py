@@ -21,8 +21,7 @@ from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.layout.leaf import WHOLE
 from ipu_jax.core.layout.packing import check_alive
 from ipu_jax.core.layout.rule import LayoutRule
-from ipu_jax.core.mesh.axes import over_ipus
-from ipu_jax.core.mesh.collectives import rounded
+from ipu_jax.core.mesh.axes import over_ipus, rounded
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.mesh.instances import shapes_by
 from ipu_jax.core.options import PipelineOptions, Reduction

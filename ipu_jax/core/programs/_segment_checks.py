@@ -18,8 +18,7 @@ from jax.sharding import PartitionSpec
 from ipu_jax.base.annotations import Eqn, Jaxpr, Tree
 from ipu_jax.base.jaxprs import all_equations
 from ipu_jax.base.keys import is_key
-from ipu_jax.core.mesh.axes import further_axes, names_in, parts
-from ipu_jax.core.mesh.collectives import axes_of, waits
+from ipu_jax.core.mesh.axes import axes_of, further_axes, names_in, parts, waits
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.programs.segment import Segment, SegmentResults
 from ipu_jax.core.programs.variance import differing

@@ -25,7 +25,7 @@ from jax.extend import core
 
 from ipu_jax.base import jaxprs
 from ipu_jax.base.annotations import Eqn, Function, Jaxpr, Tree, Value, Var
-from ipu_jax.core.mesh.collectives import axes_of
+from ipu_jax.core.mesh.axes import axes_of
 from ipu_jax.core.programs._keeping import bytes_of, cheapest_to_keep
 
 

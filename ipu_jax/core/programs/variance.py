@@ -16,7 +16,7 @@ from jax.extend import core
 
 from ipu_jax.base.annotations import Eqn, Jaxpr, Var
 from ipu_jax.base.jaxprs import CALLS, all_equations, closed_of, in_scan_parts, variables
-from ipu_jax.core.mesh.collectives import axes_of, waits
+from ipu_jax.core.mesh.axes import axes_of, waits
 from ipu_jax.core.mesh.devices import IPU_AXIS
 
 # the result of these over the axis is the same on all devices

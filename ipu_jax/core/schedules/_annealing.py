@@ -17,8 +17,7 @@ import random
 from collections.abc import Iterable, Sequence
 
 from ipu_jax.core.schedules._costs import Work
-from ipu_jax.core.schedules._line import Local
-from ipu_jax.core.schedules._timetable import Kind
+from ipu_jax.core.schedules._timetable import Kind, Local
 
 Ticks = dict[Local, int]
 Depths = Sequence[int]

@@ -8,10 +8,9 @@ from typing import Any, Literal, get_args
 
 from ipu_jax.base.checks import check_choice, check_cost
 from ipu_jax.base.showing import Shown, Table
-from ipu_jax.core.schedules._line import Line
 from ipu_jax.core.schedules._schedule import Schedule
 from ipu_jax.core.schedules._simulate import Simulation
-from ipu_jax.core.schedules._timetable import Placement
+from ipu_jax.core.schedules._timetable import Line, Placement
 
 Costs = Sequence[float]
 

@@ -32,10 +32,8 @@ import itertools
 import numpy as np
 
 from ipu_jax.base.checks import check_choice
-from ipu_jax.core.schedules._line import Line, LineTicks, rows_of
-from ipu_jax.core.schedules._rules import RULES, dualpipev_rule, wave_rules
-from ipu_jax.core.schedules._run import Rule, StuckError, run
-from ipu_jax.core.schedules._timetable import Kind, Placement, Timetable
+from ipu_jax.core.schedules._rules import RULES, Rule, StuckError, dualpipev_rule, run, wave_rules
+from ipu_jax.core.schedules._timetable import Kind, Line, LineTicks, Placement, Timetable, rows_of
 
 SCHEDULES = (
     "sequential", "grouped", "grouped-zb", "interleaved", "gpipe", "1f1b", "looped", "looped-bfs", "looped-zb", "zb-h1",

@@ -15,8 +15,7 @@ import math
 from typing import Literal
 
 from ipu_jax.core.schedules._costs import Work
-from ipu_jax.core.schedules._line import Local
-from ipu_jax.core.schedules._timetable import Kind
+from ipu_jax.core.schedules._timetable import Kind, Local
 
 First = Literal["B", "F", "half", "room"]
 

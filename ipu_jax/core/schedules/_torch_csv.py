@@ -13,8 +13,7 @@ import csv
 import io
 import re
 
-from ipu_jax.core.schedules._line import Line, Local, by_kind, rows_of
-from ipu_jax.core.schedules._timetable import Kind, Placement, Timetable, tasks_of
+from ipu_jax.core.schedules._timetable import Kind, Line, Local, Placement, Timetable, by_kind, rows_of, tasks_of
 from ipu_jax.core.schedules.lifetimes import Lifetimes
 
 _ACTION = re.compile(r"(\d+)(F|I|B|W|UNSHARD|RESHARD|SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD)(\d*)")

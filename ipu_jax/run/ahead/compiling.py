@@ -29,10 +29,9 @@ from ipu_jax.core.mesh.devices import REPLICA_AXIS, is_described
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.programs.cost import bytes_of, in_units
 from ipu_jax.core.step_args import StepArgs, given_dims
-from ipu_jax.run.ahead.chip_report import ChipReport, Memory
+from ipu_jax.run.ahead.chip_report import ChipReport, Memory, estimate, flops_by_task, rows_of
 from ipu_jax.run.ahead.compilers import compile_lowered, version_of
 from ipu_jax.run.ahead.kinds import kind_of, memory_for_jax
-from ipu_jax.run.ahead.paper import estimate, flops_by_task, rows_of
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.update.step import TrainStep
 

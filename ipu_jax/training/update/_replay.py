@@ -29,8 +29,7 @@ from ipu_jax.core.layout import packing
 from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.layout.leaf import WHOLE, Leaf
 from ipu_jax.core.layout.packing import Sharded
-from ipu_jax.core.mesh.axes import over_ipus
-from ipu_jax.core.mesh.collectives import broadcast
+from ipu_jax.core.mesh.axes import broadcast, over_ipus
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.mesh.instances import on_host
 from ipu_jax.core.options import TrainOptions

@@ -17,7 +17,7 @@ from jax import lax
 from ipu_jax.base.annotations import Batch, Key, Params, Tree, Value
 from ipu_jax.core.engine.labels import UPDATE
 from ipu_jax.core.layout.blocks import Blocks, summed
-from ipu_jax.core.mesh.collectives import reduced
+from ipu_jax.core.mesh.axes import reduced
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.core.options import DynamicScale, TrainOptions

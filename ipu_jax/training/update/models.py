@@ -24,8 +24,7 @@ from ipu_jax.core.layout.blocks import to_blocks
 from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.layout.leaf import WHOLE
 from ipu_jax.core.layout.packing import Sharded
-from ipu_jax.core.mesh.axes import over_ipus
-from ipu_jax.core.mesh.collectives import state_over_replicas
+from ipu_jax.core.mesh.axes import over_ipus, state_over_replicas
 from ipu_jax.core.mesh.instances import put_copy
 from ipu_jax.core.options import Reduction, TrainOptions
 from ipu_jax.core.pipeline import Pipeline

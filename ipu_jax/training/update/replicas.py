@@ -27,9 +27,9 @@ from ipu_jax.base.jaxprs import check_context_mesh
 from ipu_jax.base.keys import is_one_key
 from ipu_jax.core.layout.leaf import check_array, check_weight
 from ipu_jax.core.layout.packing import check_alive
-from ipu_jax.core.mesh.axes import further_axes
-from ipu_jax.core.mesh.collectives import reduced, rounded
-from ipu_jax.core.mesh.devices import REPLICA_AXIS, InFlight, check_there, devices_of, is_described, make_mesh
+from ipu_jax.core.mesh.axes import further_axes, reduced, rounded
+from ipu_jax.core.mesh.devices import REPLICA_AXIS, check_there, devices_of, is_described, make_mesh
+from ipu_jax.core.mesh.in_flight import InFlight
 from ipu_jax.core.mesh.instances import on_host, put_copy, spans_instances, taken
 from ipu_jax.core.options import PipelineOptions, Reduction
 from ipu_jax.core.pipeline import Pipeline

@@ -26,7 +26,8 @@ from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
 from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.core.layout.leaf import WHOLE
 from ipu_jax.core.layout.packing import Sharded, batch_shapes, check_alive, unshard_tree, whole_shapes
-from ipu_jax.core.mesh.devices import REPLICA_AXIS, InFlight, check_there
+from ipu_jax.core.mesh.devices import REPLICA_AXIS, check_there
+from ipu_jax.core.mesh.in_flight import InFlight
 from ipu_jax.core.mesh.instances import put, shapes_by, taken
 from ipu_jax.core.optimizer.pipeline_optimizer import checked_optimizer
 from ipu_jax.core.options import DynamicScale, TrainOptions

@@ -17,8 +17,9 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from ipu_jax import Outputs, Pipeline, Stage, TrainOptions, make_train_step
-from ipu_jax.core.mesh import devices
-from ipu_jax.core.mesh.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, AllIpus, InFlight, configure, make_mesh
+from ipu_jax.core.mesh import devices, in_flight
+from ipu_jax.core.mesh.devices import ALL_IPUS, IPU_AXIS, REPLICA_AXIS, AllIpus, configure, make_mesh
+from ipu_jax.core.mesh.in_flight import InFlight
 from ipu_jax.steps import replicate
 from ipu_jax.training.update import replicas
 from support.refusals import refusals, refused
@@ -27,7 +28,7 @@ from support.refusals import refusals, refused
 @pytest.fixture(autouse=True)
 def _a_backend_and_no_steps():
     assert len(jax.devices()) == 8  # later no other number can be had
-    devices._outstanding.clear()
+    in_flight._outstanding.clear()
 
 
 def in_a_fresh_process(code: str, **environment: str) -> str:

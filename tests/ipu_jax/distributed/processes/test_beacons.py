@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from ipu_jax.base import facts
-from ipu_jax.core.mesh import devices
+from ipu_jax.core.mesh import in_flight
 from ipu_jax.distributed.processes import listener, record
 from ipu_jax.distributed.processes.beacons import Beacon, Phase, read
 from ipu_jax.distributed.processes.listener import OWN
@@ -77,7 +77,7 @@ def launched(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "_looked", False)
     monkeypatch.setattr(record, "_record", None)
     OWN.forget()
-    devices._outstanding.clear()
+    in_flight._outstanding.clear()
     return tmp_path / "3" / "beacon"
 
 

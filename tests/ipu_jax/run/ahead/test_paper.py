@@ -8,8 +8,8 @@ from jax.sharding import PartitionSpec
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
 from ipu_jax.chips import Row
 from ipu_jax.core.engine.plan import Plan
+from ipu_jax.run.ahead.chip_report import estimate, flops_by_task
 from ipu_jax.run.ahead.kinds import Kind
-from ipu_jax.run.ahead.paper import estimate, flops_by_task
 
 N, D, M = 4, 8, 6
 PRODUCT, SUM = 2 * N * D * D, N * D

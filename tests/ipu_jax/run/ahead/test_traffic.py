@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from ipu_jax.chips import Program, Row
+from ipu_jax.run.ahead.chip_report import rows_of
 from ipu_jax.run.ahead.kinds import KINDS, Kind
-from ipu_jax.run.ahead.paper import rows_of
 
 KIND = Kind("toy", "toy", memory=0, flops=1, memory_speed=1, clock=1, link=100, network=10)
 ALL, IPUS, REPLICAS = "{{0,1,2,3,4,5,6,7}}", "{{0,1,2,3},{4,5,6,7}}", "{{0,4},{1,5},{2,6},{3,7}}"
