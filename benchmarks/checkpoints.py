@@ -139,10 +139,10 @@ def main() -> int:
         figures.add("bytes written / bytes of the state", written / held, 1.05)
         figures.add("bytes of the state, MB", held / 1e6)
 
-        like = training.first()
-        calls: list[tuple[Cost, Cost]] = []
+        like, calls = training.first(), list[tuple[Cost, Cost]]()
+        restored: Callable[[], Any] = lambda: checkpoints.restore(like)
         for _ in range(ROUNDS):
-            calls.append((cost_of(lambda: read(last)), cost_of(lambda: checkpoints.restore(like).state)))
+            calls.append((cost_of(lambda: read(last)), cost_of(lambda: restored().state)))
         reading, restoring = (Costs([pair[i] for pair in calls]) for i in (0, 1))
         figures.add("restore, checksums and all / reading the bytes", (restoring / reading).wall)
         figures.add("restore, s", restoring.wall)

@@ -61,7 +61,7 @@ BUBBLES = {
     "dualpipev": 0.059,
 }
 WAVES = {4: 0.030, 8: 0.015}
-ONE_CORE = {"xla_cpu_multi_thread_eigen": False}  # operations of a program run on one thread each
+ONE_CORE: dict[str, Any] = {"xla_cpu_multi_thread_eigen": False}  # operations of a program run on one thread each
 VOCABULARIES = (8192, 16384)
 MEASURED = ("sequential", "grouped", "interleaved", "gpipe", "1f1b", "looped", "zb-h1", "zbv")
 

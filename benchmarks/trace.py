@@ -46,6 +46,7 @@ class Training:
         """Run steps and return their cost."""
 
         def run() -> Any:
+            outputs: Any = None
             for _ in range(count):
                 self.state, outputs = self.step(self.state, self.batch)
             return outputs.loss

@@ -75,7 +75,7 @@ class _Worker:
         program, batch = self._program(order["program"]), self._batch(order["program"], order["batch"])
         if order["do"] == "result":
             loss = float(program(batch))
-            found = replicas.named(program.step.whole(program.state)["params"])
+            found: dict[str, Any] = replicas.named(program.step.whole(program.state)["params"])
             np.savez(self._folder / f"result-{self._rank}.npz", **found, loss=np.float32(loss))
             return {}
         if order["do"] == "collectives":

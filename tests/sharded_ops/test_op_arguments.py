@@ -193,8 +193,9 @@ def _shown(value):
         return f"<{'<U1' if value.dtype.kind == 'U' else value.dtype}[{','.join(map(str, value.shape))}] array>"
     if isinstance(value, int) and value > 1e308:
         return "inf"
-    is_number = isinstance(value, np.ndarray | np.generic) and value.dtype.kind != "b"
-    return repr(value.item() if is_number else value)
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind != "b":
+        return repr(value.item())
+    return repr(value)
 
 
 # Other forms of an op have the same arguments, so they are slow.
