@@ -126,8 +126,7 @@ def arguments(pipeline: Pipeline, example: Example) -> tuple[Any, Any, Any]:
 @pytest.mark.fast(
     *("reads_of_all_earlier_layers", "custom_derivatives", "control_flow", "jitted_layers", "unused_weights"),
     *("recommender", "equinox_mlp", "one_block_again_and_again", "scan_with_a_key_per_layer"),
-    *("state_read_everywhere", "learning_to_learn", "graph_network", "bfloat16_weights", "unusual_aux"),
-    "linen_spectral_norm",
+    *("state_read_everywhere", "learning_to_learn", "bfloat16_weights", "unusual_aux", "linen_spectral_norm"),
 )
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in MODELS])
 def test_the_stages_compute_what_the_function_computes(name):

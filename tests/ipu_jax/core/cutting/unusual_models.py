@@ -141,27 +141,6 @@ def state_space() -> Example:
     return Example(loss, params, rows, outputs=outputs)
 
 
-def graph_network() -> Example:
-    """Nodes send to their neighbours; the edges are ints that every layer reads."""
-    rng = np.random.default_rng(31)
-    params = [{"send": normal(rng, D, D), "keep": normal(rng, D, D)} for _ in range(4)]
-
-    def outputs(params, batch):
-        x = batch["x"]
-        for p in params:
-            messages = (x @ p["send"])[batch["from"]]
-            x = jax.nn.relu(x @ p["keep"] + jax.ops.segment_sum(messages, batch["to"], num_segments=len(x)))
-        return x
-
-    def loss(params, batch):
-        return squared_error(outputs(params, batch), batch["y"])
-
-    def micro_batch(rng):
-        return rows(rng) | {name: rng.integers(4, size=7).astype(np.int32) for name in ("from", "to")}
-
-    return Example(loss, params, micro_batch, outputs=outputs)
-
-
 def bfloat16_weights() -> Example:
     """Some weights are bfloat16, and the aux is, too; a norm's scale is float32."""
     rng = np.random.default_rng(32)
@@ -289,6 +268,6 @@ def equinox_scanned() -> Example:
 
 UNUSUAL_MODELS = (
     one_block_again_and_again, scan_with_results_of_layers, scan_with_a_key_per_layer, state_read_everywhere,
-    learning_to_learn, state_space, graph_network, bfloat16_weights, unusual_aux, linen_scan_with_state,
+    learning_to_learn, state_space, bfloat16_weights, unusual_aux, linen_scan_with_state,
     linen_spectral_norm, equinox_scanned,
 )  # fmt: skip

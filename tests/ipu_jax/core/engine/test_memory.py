@@ -50,7 +50,6 @@ def test_gpipe_keeps_every_micro_batch(ipus):
     assert compiled_bytes(large) - compiled_bytes(small) == pytest.approx(small.stash, rel=0.01)
 
 
-@pytest.mark.slow
 @slow
 @pytest.mark.parametrize(("ipus", "micro_batches"), [*((2, m) for m in MICRO_BATCHES), (4, 8), (4, 16)])
 @pytest.mark.parametrize("schedule", SCHEDULES)

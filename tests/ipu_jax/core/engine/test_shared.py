@@ -123,10 +123,8 @@ CASES = [
 @pytest.mark.fast("places2-options2")
 @pytest.mark.parametrize(("places", "options"), CASES)
 def test_a_tied_table_gets_the_gradients_of_all_its_stages(places, options):
-    half = {"rtol": 3e-2, "dtype": options["dtype"]} if "dtype" in options else {}
-    given: dict[str, Any] = {name: value for name, value in options.items() if name != "dtype"}
-    if "mesh" in options:
-        given["mesh"] = make_mesh(*options["mesh"])
+    given: Any = {**options, "mesh": make_mesh(*options["mesh"])} if "mesh" in options else {**options}
+    half: Any = {"rtol": 3e-2, "dtype": given.pop("dtype")} if "dtype" in given else {}
     check_step(tied(places, **given), **half)
 
 
