@@ -1,4 +1,4 @@
-"""Test the examples that tune a trained model: loss and gradients equal a dense twin's, and each script says so."""
+"""Test the examples that tune or serve a model: loss, gradients and tokens equal a dense twin's, as scripts say."""
 
 import collections
 import inspect
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples import distill, dpo, lora
+from examples import distill, dpo, lora, serve
 from ipu_jax import Pipeline
 from support import documents
 from support.against_plain import assert_equals_plain, bubbles_hold_nan  # noqa: F401 (a fixture)
@@ -155,3 +155,55 @@ def test_a_script_verifies_itself_and_learns(example):
 @pytest.mark.parametrize("example", TWINS, ids=name_of)
 def test_an_example_is_short(example):
     assert len(inspect.getsource(example).splitlines()) <= 100
+
+
+# serving
+
+
+@jax.jit
+def served_logits(params, tokens):
+    return logits_of(params, None, tokens)
+
+
+def served_by_the_twin(params, prompt, length, count):
+    """Return the likeliest tokens after a prompt, one after the other, of a sequence that is whole each time."""
+    tokens = np.zeros(serve.LENGTH, np.int32)
+    tokens[:length] = prompt[:length]
+    for at in range(length, length + count):
+        tokens[at] = served_logits(params, tokens)[at - 1].argmax()
+    return tokens[length : length + count]
+
+
+@pytest.mark.fast("2")
+@pytest.mark.parametrize("ipus", [1, 2, 4])
+def test_each_group_gets_the_tokens_of_a_dense_twin(ipus, monkeypatch):
+    monkeypatch.setattr(serve, "LAYERS", max(2, ipus))
+    params = jax.tree.map(lambda w: 3 * w, serve.make_params())
+    batch, steps = {"tokens": serve.sequences(0, 2)}, 4
+    pipeline = Pipeline.from_function(serve.loss, params, batch, ipus=ipus, gradient_accumulation=4)
+    random, shape = np.random.default_rng(3), (serve.GROUPS + 1, serve.B)
+    prompts = random.integers(serve.VOCABULARY, size=(*shape, serve.PROMPT), dtype=np.int32)
+    lengths = random.integers(1, serve.PROMPT + 1, size=shape, dtype=np.int32)
+    found = serve.serve(pipeline, pipeline.shard(params), prompts, lengths, steps)
+    assert [len(tokens) for tokens in found] == [4, 2, 4, 4, 2]
+    for group, tokens in enumerate(found):
+        of_group = [
+            served_by_the_twin(params, *of, len(tokens)) for of in zip(prompts[group], lengths[group], strict=True)
+        ]
+        np.testing.assert_array_equal(np.transpose(tokens), of_group)
+    assert len(np.unique(np.concatenate(found))) > 8
+
+
+@pytest.mark.slow
+def test_the_serving_script_learns_and_serves_as_one_device():
+    lines = documents.printed(serve, "2", "40").splitlines()
+    losses = [float(line.split()[-1]) for line in lines if "loss:" in line]
+    assert losses[-1] < losses[0] / 4
+    assert [line.split()[:5] for line in lines[-4:-2]] == [
+        ["stage", "0", "IPU", "0", "4"],
+        ["stage", "1", "IPU", "1", "4"],
+    ]
+    assert lines[-2:] == [
+        "208 of 208 tokens equal greedy decoding without a cache on one device",
+        "1 of 5 ticks of each IPU per token of 4 groups are a bubble",
+    ]

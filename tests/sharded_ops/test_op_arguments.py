@@ -191,11 +191,9 @@ def _shown(value):
     """Return how a message shows the value, or the beginning of that: -1 may be shown as -1.0."""
     if isinstance(value, np.ndarray) and (value.ndim or value.dtype.kind != "i"):
         return f"<{'<U1' if value.dtype.kind == 'U' else value.dtype}[{','.join(map(str, value.shape))}] array>"
-    if isinstance(value, int) and value > 1e308:
-        return "inf"
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind != "b":
-        return repr(value.item())
-    return repr(value)
+    is_number = isinstance(value, np.ndarray | np.generic) and value.dtype.kind != "b"
+    text = repr(value.item() if is_number else value)
+    return text if len(text) < 300 else "inf"
 
 
 # Other forms of an op have the same arguments, so they are slow.

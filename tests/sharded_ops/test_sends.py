@@ -14,11 +14,13 @@ from sharded_ops import (
     debug_sharding,
     embedding,
     from_all,
+    layer_norm,
     log_softmax,
     matmul,
     reduce_scatter_tokens,
     reduce_to,
     reduce_to_all,
+    rms_norm,
     sample,
     scatter_tokens,
     take_along_last_dim,
@@ -52,6 +54,11 @@ def _largest(x, k):
     return top_k(x, k, size=6)[0]
 
 
+def _squared(x, scale, op):
+    """Square a norm, so that its cotangent depends on the result; else the compiler would merge both all-reduces."""
+    return op(x, scale, size=4) ** 2
+
+
 def _gathers(size):
     return [("all-gather", size)]
 
@@ -66,7 +73,7 @@ def _scatters(size):
 
 X, PARTS, TABLE = [((3, 4), WHOLE)], [((6, 3), ROWS)], [((4, 4), ROWS)]
 X_COLUMNS, W_COLUMNS, W_ROWS = [((3, 4), COLUMNS)], [((4, 6), COLUMNS)], [((4, 6), ROWS)]
-LOGITS = [((5, 6), COLUMNS)]
+LOGITS, NORMED = [((5, 6), COLUMNS)], ([((3, 4), COLUMNS), ((4,), ROWS)], COLUMNS)
 BIAS, WHOLE_BIAS = [((6,), ROWS)], [((6,), WHOLE)]
 _of = functools.partial
 _scattered = _of(_with_bias, split="rows", reduction="scatter")
@@ -100,6 +107,9 @@ SENT: list[tuple[Any, ...]] = [
     (_of(from_all, dim=0, size=6), PARTS, WHOLE, _gathers(72), [], _scatters(36)),
     (reduce_to_all, PARTS, WHOLE, _reduces(36), [], _reduces(36)),
     (_of(debug_sharding, name="x"), [((4, 3), ROWS)], ROWS, _gathers(32), *[_gathers(32) * 2] * 2),
+    # A float of 3 tokens has 12 bytes.
+    (_of(_squared, op=rms_norm), *NORMED, _reduces(12), *[_reduces(12) * 2] * 2),
+    (_of(_squared, op=layer_norm), *NORMED, _gathers(48), *[_gathers(48) + of for of in (_reduces(24), _scatters(24))]),
     # Each IPU has 3 columns: of 5 tokens, a value and a column of each candidate. Indices have no gradient.
     (_of(argmax, size=6), LOGITS, WHOLE, _gathers(80), None, None),
     (_of(_largest, k=2), LOGITS, WHOLE, _gathers(160), _gathers(160), _gathers(160) + _reduces(40)),

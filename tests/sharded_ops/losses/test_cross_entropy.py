@@ -11,13 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, log_softmax_cross_entropy
 from support.harness import MODES, collectives, normal, on_ipus, padded
-from support.losses import (
-    COLUMNS,
-    EXTREMES,
-    dense_loss,
-    in_float64,
-    sharded_cross_entropy,
-)
+from support.losses import COLUMNS, EXTREMES, dense_loss, in_float64, sharded_cross_entropy
 
 # Labels
 

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from ipu_jax import ALL_IPUS, Checkpoints, Feed, Outputs, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
 from ipu_jax.options import DynamicScale
 from ipu_jax.steps import NonFiniteLossError, NonFiniteLossWarning
+from ipu_jax.training.update.nonfinite import StageFlags, first_nonfinite
 from support.harness import exactly
 from support.programs import run_instances
 from support.trained import bits, quick_compiles
@@ -129,6 +130,12 @@ def test_of_several_wrong_values_the_first_counts(random_step):
     batch["shift"][0, 2, 4] = 0
     found = random_step.find_nonfinite(state, batch)
     assert (found.replica, found.microbatch, found.name) == (1, 0, "middle")
+
+
+def test_a_loss_of_which_nothing_shows_the_cause_is_named():
+    losses = np.array([[0, 0], [0, np.nan]], np.float32)
+    found: Any = first_nonfinite(1, losses, [StageFlags()], ["a"], sums_are_finite=True)
+    assert (found.replica, found.microbatch, found.what) == (1, 1, "its loss")
 
 
 def test_a_feeds_batch_is_searched_as_it_is():
