@@ -88,7 +88,11 @@ class Evaluation:
         self._is_dict = isinstance(forward.outputs, Mapping)
         self.names = (*forward.outputs,) if self._is_dict else ("loss",)
         self._check_outputs(forward.outputs)
-        self._size = _micro_batch_of(forward.inputs)
+        sizes = [leaf.shape[:1] for leaf in jax.tree.leaves(forward.inputs)]
+        if not sizes or len({*sizes}) > 1 or not sizes[0]:
+            what = f"the first dims of the function's inputs are {sizes}"
+            raise ValueError(f"{what}: they must be one, the micro-batch's")
+        self._size = sizes[0][0]
         m = _PER_STAGE * len(forward.stages)
         if micro_batches is not None:
             m = check_count("micro_batches", micro_batches)
@@ -167,13 +171,6 @@ class Evaluation:
                     f"the function's outputs{at} are {found}: return the mean over the micro-batch, a float scalar, or "
                     "several by name in a dict"
                 )
-
-
-def _micro_batch_of(inputs: Batch) -> int:
-    sizes = [leaf.shape[:1] for leaf in jax.tree.leaves(inputs)]
-    if not sizes or len({*sizes}) > 1 or not sizes[0]:
-        raise ValueError(f"the first dims of the function's inputs are {sizes}: they must be one, the micro-batch's")
-    return sizes[0][0]
 
 
 # an array across several instances can be sliced only in a program
