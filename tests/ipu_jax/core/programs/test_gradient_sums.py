@@ -103,11 +103,17 @@ def one_for_two(p, x):
     return x @ (p["c"] + p["d"]) + p["c"].sum()
 
 
+def like_the_input(p, x):
+    """Use a sum of gradients twice: as the leaf's, and on the way to dx."""
+    h = x[:D] + p["c"]
+    return jnp.tanh(h) + jnp.sin(h)
+
+
 FUNCTIONS = {
     f.__name__: f
     for f in (
         scaled, half, half_inside, shared, backwards, with_outputs, twice, nested, nested_shared, sliced_in_scan,
-        counted, beyond_the_end, looked_up, one_for_two,
+        counted, beyond_the_end, looked_up, one_for_two, like_the_input,
     )
 } | {"scanned": lambda p, x: scanned(layers(p), x)}  # fmt: skip
 
