@@ -180,12 +180,12 @@ def test_each_leaf_gets_its_own_gradient(wrap, flat):
 
 
 @pytest.mark.parametrize("flat", [pytest.param((), id="whole"), pytest.param(((D, D),), id="flat")])
-def test_a_sum_that_a_scan_carries_begins_with_the_gradient_from_later_uses(flat):
+def test_a_sum_that_a_scan_carries_or_that_is_read_twice_is_whole(flat):
     def fn(p, x):
         h, w = lax.fori_loop(0, 3, lambda i, hw: (jnp.tanh(hw[0] @ hw[1]), hw[1] + 0.25), (x, p["c"]))
         return h @ w @ p["d"]
 
-    assert_added({"carried": (fn, flat)})
+    assert_added({"carried": (fn, flat), "like the input": (like_the_input, flat)})
 
 
 def test_gradients_of_half_types_add_up_in_float32():
