@@ -14,15 +14,7 @@ import optax
 import pytest
 from flax import nnx
 
-from examples import (
-    any_function,
-    equinox_attention,
-    linen_convnet,
-    nnx_transformer,
-    plain_layers,
-    tied_gpt,
-    training,
-)
+from examples import any_function, equinox_attention, linen_convnet, nnx_transformer, plain_layers, tied_gpt, training
 from support.dense import largest_relative_error
 
 GLUE = 11

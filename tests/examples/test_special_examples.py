@@ -15,11 +15,7 @@ from ipu_jax import Pipeline
 from support import documents
 from support.against_plain import assert_equals_plain, bubbles_hold_nan  # noqa: F401 (a fixture)
 
-EXAMPLES = {
-    balance_loss: ("dualpipev",),
-    attention_residuals: ("1f1b", "zb-h1", "zbv"),
-    multi_token: ("1f1b", "zb-h1"),
-}
+EXAMPLES = {balance_loss: ("dualpipev",), attention_residuals: ("1f1b", "zb-h1", "zbv"), multi_token: ("1f1b", "zb-h1")}
 LINES = 40
 
 

@@ -16,13 +16,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import ipu_jax
-from ipu_jax import (
-    Pipeline,
-    Stage,
-    TrainOptions,
-    make_train_step,
-    verify,
-)
+from ipu_jax import Pipeline, Stage, TrainOptions, make_train_step, verify
 from ipu_jax.base.decorators import public
 from ipu_jax.pipelines import reference_value_and_grad
 from support.refusals import refusals, refused

@@ -183,12 +183,7 @@ def test_a_training_whose_first_instance_has_a_last_file_to_write_is_left_alone(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "culprit", "letter"),
-    [
-        ("stop", 1, "T (stopped)"),
-        ("stop", 0, "T (stopped)"),
-        ("lock", 1, "S (sleeping)"),
-        ("spin", 0, "R (running)"),
-    ],
+    [("stop", 1, "T (stopped)"), ("stop", 0, "T (stopped)"), ("lock", 1, "S (sleeping)"), ("spin", 0, "R (running)")],
 )
 def test_an_instance_that_is_stuck_is_named_after_5_s(tmp_path, kind, culprit, letter):
     ran = trained(tmp_path, kind, culprit)

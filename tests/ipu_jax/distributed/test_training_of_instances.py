@@ -99,11 +99,7 @@ def test_wrong_meshes_and_feeds_say_what_is_right(of_two):
             "an idle instance": ("the first 1 of 2 devices", "instance 1 would have none", "start fewer instances"),
             "another count": ("mesh lies on 2 processes", "instances=3", "leave it out"),
             "another instance": (f"instance={1 - number}", f"process {number} is instance {number}", "leave it out"),
-            "a mesh of others": (
-                "devices of the processes [0]",
-                "this is process 1",
-                "only where the mesh",
-            ),
+            "a mesh of others": ("devices of the processes [0]", "this is process 1", "only where the mesh"),
             "right": ("nothing was raised",),
         }
         if number == 0:

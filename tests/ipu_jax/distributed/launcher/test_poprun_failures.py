@@ -88,10 +88,7 @@ def test_what_each_ipu_does_is_said_of_a_stuck_run_with_a_flight_recorder(tmp_pa
     ran = poprun(*words, *TWO, "--stall-timeout", "10", *program(tmp_path, body))
     assert ran.status == 124
     said = re.findall(r"what the IPUs of instance (\d) do:\npoprun:     (.*), for [\d.]+ s\n", ran.err)
-    expected = [
-        ("0", "IPU 0 of replica 0: idle in tick 2 of 3"),
-        ("1", "IPU 1 of replica 0: F of 1, tick 1 of 3"),
-    ]
+    expected = [("0", "IPU 0 of replica 0: idle in tick 2 of 3"), ("1", "IPU 1 of replica 0: F of 1, tick 1 of 3")]
     assert said == (expected if words else [])
     # the record knows better than the times of the last steps
     assert f"poprun: instance {1 if words else 0} (host localhost" in ran.err

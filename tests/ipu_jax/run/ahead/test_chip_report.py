@@ -33,11 +33,7 @@ REPORT = ChipReport(
 )
 TOO_LARGE = dataclasses.replace(REPORT, memory=dataclasses.replace(MEMORY, needed=20 * GIB), mends=("a mend",) * 6)
 UNCOMPILED = dataclasses.replace(
-    TOO_LARGE,
-    memory=Memory(400 * 10**6, 0, 0, None, None, 20 * GIB, 16 * GIB),
-    cycles={},
-    rows=(),
-    paper=None,
+    TOO_LARGE, memory=Memory(400 * 10**6, 0, 0, None, None, 20 * GIB, 16 * GIB), cycles={}, rows=(), paper=None
 )
 
 

@@ -119,13 +119,7 @@ def test_without_proc_there_is_one_line(folder, capsys, monkeypatch, tmp_path):
 def test_a_look_takes_less_than_half_a_second_of_work_and_is_not_wrapped(folder):
     with recorded(folder, f"{STEPS}\nbeacon.enter(Phase.BUSY, 'saving', 600)"):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(
-            MONITOR,
-            env=environment(COLUMNS="80"),
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        done = subprocess.run(MONITOR, env=environment(COLUMNS="80"), capture_output=True, text=True, timeout=60)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
     assert (done.returncode, done.stderr) == (0, "")
@@ -156,12 +150,7 @@ class Terminal:
         # A test worker's readline may have set these, which hold whatever size the terminal has.
         own = {k: v for k, v in environment(**{"TERM": "xterm", **settings}).items() if k != "LINES"}
         self.process = subprocess.Popen(
-            [*HEEDING_MONITOR, *words],
-            env=own,
-            stdin=other,
-            stdout=other,
-            stderr=other,
-            start_new_session=True,
+            [*HEEDING_MONITOR, *words], env=own, stdin=other, stdout=other, stderr=other, start_new_session=True
         )
         os.close(other)
 
