@@ -280,6 +280,15 @@ def test_of_bars_read_at_once_a_terminal_shows_the_last():
     assert writer.data.endswith(b"\r\x1b[K")
 
 
+def test_passing_states_of_other_instances_are_not_shown():
+    writer = Written()
+    shown = display(writer)
+    for i in (0, 1):
+        shown.show(i, "stderr", b"\r 1/3\r 2/3\r 3/3" + b"\n" * (i == 0))
+        shown.show(i, "stderr", b"")
+    assert writer.data == b"[1,0]<stderr>: 1/3\n[1,0]<stderr>: 3/3\n[1,1]<stderr>: 3/3\n"
+
+
 def test_what_is_kept_of_a_flood_is_bounded():
     shown = display(Written())
     for _ in range(40):
