@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -41,18 +42,8 @@ def test_the_variables_of_the_original_are_set():
 def test_a_place_is_read_as_it_was_written(local, instances, ipus, spans, axes, data):
     replicas, ipus = (local, ipus * instances) if spans else (local * instances, ipus)
     count = local * instances if spans else instances
-    place = InstancePlace(
-        data.draw(st.integers(0, count - 1)),
-        count,
-        0,
-        replicas=replicas,
-        ipus_per_replica=ipus,
-        coordinator=ADDRESS,
-        bind=ADDRESS,
-        attempt=2,
-        run_dir=Path("/a b"),
-        axes=axes,
-    )
+    usual: Any = {"coordinator": ADDRESS, "bind": ADDRESS, "attempt": 2, "run_dir": Path("/a b"), "axes": axes}
+    place = InstancePlace(data.draw(st.integers(0, count - 1)), count, 0, replicas, ipus, **usual)
     assert place_of(place.variables()) == place
     assert place.local_ipus * count == replicas * ipus
     assert place.local_devices == place.local_ipus * math.prod(axes.values())

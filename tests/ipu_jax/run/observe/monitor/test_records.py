@@ -76,15 +76,9 @@ def test_another_containers_or_hosts_record_is_left_alone(folder, own, change):
 
 def valid(own, **changes):
     values = {
-        "format": 3,
-        "command": ["train"],
-        "run": None,
-        "instance": 0,
-        "instances": 1,
-        "replicas": None,
-        "ipus_per_replica": None,
-        "ipus": [{"id": 0, "platform": "cpu", "kind": "cpu"}],
-    }
+        "format": 3, "command": ["train"], "run": None, "instance": 0, "instances": 1, "replicas": None,
+        "ipus_per_replica": None, "ipus": [{"id": 0, "platform": "cpu", "kind": "cpu"}],
+    }  # fmt: skip
     return json.dumps({**values, **changes}).encode()
 
 
