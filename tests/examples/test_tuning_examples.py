@@ -150,8 +150,3 @@ def test_a_script_verifies_itself_and_learns(example):
     if example is distill:
         entropies = [list(map(float, re.findall(r"\d\.\d+", line))) for line in (before, after)]
         assert entropies[0][0] == entropies[0][1] < entropies[1][1] < 0.4 * entropies[1][0]
-
-
-@pytest.mark.parametrize("example", TWINS, ids=name_of)
-def test_an_example_is_short(example):
-    assert len(inspect.getsource(example).splitlines()) <= 100

@@ -25,16 +25,21 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
 
 
+def put_into(checkout: Path, python: str) -> Path:
+    """Put what `make venv` reads into a folder, and a Python, which is returned."""
+    checkout.mkdir(exist_ok=True)
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, checkout)
+    (checkout / python).write_text(PYTHON)
+    (checkout / python).chmod(0o755)
+    return checkout / python
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 @pytest.mark.parametrize("folder", ["plain", "it's", "two words", "it's a 'quoted' folder", 'a "double" one', "a\\nb"])
 def test_make_venv_works_in_a_folder_of_any_name_and_only_once(folder, tmp_path):
     checkout = tmp_path / folder
-    checkout.mkdir()
-    for name in ("Makefile", "pyproject.toml"):
-        shutil.copy(ROOT / name, checkout)
-    python = checkout / "my python's"
-    python.write_text(PYTHON)
-    python.chmod(0o755)
+    python = put_into(checkout, "my python's")
     said = []
     for _ in range(2):
         done = subprocess.run(
@@ -56,11 +61,7 @@ def test_make_venv_works_in_a_folder_of_any_name_and_only_once(folder, tmp_path)
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_make_venv_shows_the_progress_of_pip_on_a_terminal(tmp_path):
-    for name in ("Makefile", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
-    python = tmp_path / "python"
-    python.write_text(PYTHON)
-    python.chmod(0o755)
+    python = put_into(tmp_path, "python")
     terminal, of_make = pty.openpty()
     subprocess.run(
         ["make", "venv", f"PYTHON={python}"], cwd=tmp_path, env=environment(), stdout=of_make, timeout=60, check=True

@@ -53,11 +53,12 @@ for _ in cases:
 """
 
 
-def test_the_handler_of_before_is_there_again_after_the_block():
+def test_a_signal_is_noticed_in_the_block_and_the_handler_of_before_is_there_again_after_it():
     seen = []
     before = signal.signal(signal.SIGTERM, lambda *_: seen.append("mine"))
     try:
         with StopRequest() as stop:
+            assert ([stop.due() for _ in range(3)], stop.asked) == ([False] * 3, False)  # without a signal
             os.kill(os.getpid(), signal.SIGTERM)
             deadline = time.monotonic() + 60
             while not stop.due():
@@ -67,12 +68,6 @@ def test_the_handler_of_before_is_there_again_after_the_block():
         assert seen == ["mine"]
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_nothing_is_due_without_a_signal():
-    with StopRequest() as stop:
-        assert [stop.due() for _ in range(3)] == [False] * 3
-    assert not stop.asked
 
 
 @pytest.mark.slow

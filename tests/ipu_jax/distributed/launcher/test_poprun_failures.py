@@ -4,7 +4,6 @@ import functools
 import re
 import shlex
 import signal
-import uuid
 
 import pytest
 
@@ -13,11 +12,6 @@ from support.launched import gone_within, marked, poprun, program
 
 TWO = ("-v", "--num-instances", "2", "--num-replicas", "2")
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
-@pytest.fixture
-def mark():
-    return uuid.uuid4().hex
 
 
 @pytest.mark.parametrize("victim", [slow(0), 1])

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import uuid
 
 import pytest
 
@@ -20,11 +19,6 @@ def poprun(*words, **variables):
         text=True,
         timeout=120,
     )
-
-
-@pytest.fixture
-def mark():
-    return uuid.uuid4().hex
 
 
 def test_two_instances_run_to_their_end(tmp_path):

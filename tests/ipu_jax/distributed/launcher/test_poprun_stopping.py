@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import uuid
 from pathlib import Path
 
 import pytest
@@ -33,11 +32,6 @@ def ready():
     if me == 0:
         print("ready", flush=True)
 """
-
-
-@pytest.fixture
-def mark():
-    return uuid.uuid4().hex
 
 
 @pytest.fixture
