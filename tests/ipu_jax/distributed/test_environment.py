@@ -17,6 +17,7 @@ TWO = InstancePlace(1, 2, 1, replicas=8, ipus_per_replica=2, coordinator=ADDRESS
 
 
 def test_the_variables_of_the_original_are_set():
+    assert place_of({"PATH": "/bin"}) is None  # without a launcher
     variables = TWO.variables()
     assert {name: value for name, value in variables.items() if name.startswith("POPDIST_")} == {
         "POPDIST_NUM_TOTAL_REPLICAS": "8",
@@ -72,10 +73,6 @@ def test_an_ipu_is_a_group_of_devices_with_further_axes():
     read = place_of(variables)
     assert read is not None
     assert list(read.axes) == ["tensor", "context"]  # the last one varies fastest
-
-
-def test_without_a_launcher_there_is_no_place():
-    assert place_of({"PATH": "/bin"}) is None
 
 
 def place_with(**changes: str | None) -> None:

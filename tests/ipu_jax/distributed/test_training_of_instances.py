@@ -244,10 +244,8 @@ def check_rows(found: list[Results], number: int, options: Any, owned: list[list
             real = results[f"{number} batch {at} is real"]
             np.testing.assert_array_equal(real.reshape(-1), batch[:, replicas].reshape(-1) >= 0)
             examples = (batch >= 0).sum()
-            assert results[f"{number} batch {at} counts"].tolist() == [
-                examples,
-                -(-examples // (batch.size // len(batch))),
-            ]
+            updates = -(-examples // (batch.size // len(batch)))
+            assert results[f"{number} batch {at} counts"].tolist() == [examples, updates]
         if not options.get("stream"):
             own = np.concatenate([batch[:, replicas].reshape(-1) for batch in batches])
             # example 0 is also read to see what all are like

@@ -34,9 +34,11 @@ def test_a_beacon_says_what_was_written(tmp_path):
     assert before <= found.phase_at <= found.beat_at <= time.monotonic()
     assert found.finished_at >= before
     assert found.limit == float("inf")
+    with pytest.raises(FileExistsError):  # a second process gets no beacon
+        Beacon(tmp_path / "one")
 
 
-def test_a_phase_has_a_label_and_a_limit_and_ends(tmp_path):
+def test_a_phase_has_a_label_and_a_limit_and_ends_unless_it_has_failed(tmp_path):
     beacon = Beacon(tmp_path / "one")
     beacon.finished()
     with beacon.during(Phase.BUSY, "saving é" + 200 * "x", 30):
@@ -46,19 +48,9 @@ def test_a_phase_has_a_label_and_a_limit_and_ends(tmp_path):
         beacon.finished()  # of a step that was still in flight
         assert beacon.phase is Phase.BUSY
     assert beacon.phase is Phase.STEPPING
-
-
-def test_a_failure_is_not_undone_by_the_end_of_a_block(tmp_path):
-    beacon = Beacon(tmp_path / "one")
     with beacon.during(Phase.BUSY):
         beacon.enter(Phase.FAILED, "ValueError")
     assert beacon.phase is Phase.FAILED
-
-
-def test_a_second_process_gets_no_beacon(tmp_path):
-    Beacon(tmp_path / "one")
-    with pytest.raises(FileExistsError):
-        Beacon(tmp_path / "one")
 
 
 @pytest.mark.parametrize("content", [b"", b"short", struct.pack("<4sI", b"XXXX", 1) + bytes(4000)])
