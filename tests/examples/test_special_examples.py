@@ -71,10 +71,7 @@ def loss_of_tokens(weights, batch):
 
 TWINS = {balance_loss: loss_of_experts, attention_residuals: loss_of_residuals, multi_token: loss_of_tokens}
 CASES = [(example, schedule) for example, schedules in EXAMPLES.items() for schedule in schedules]
-
-
-def name_of(value):
-    return value if isinstance(value, str) else value.__name__.split(".")[-1]
+name_of = lambda value: value if isinstance(value, str) else value.__name__.split(".")[-1]
 
 
 @pytest.mark.fast("balance_loss-dualpipev")

@@ -100,8 +100,7 @@ NO_FOLDER = "put the four MNIST files there, or leave --data-dir out to download
         (POPRUN, "true", f"poprun: {REMOVED}\n"),
         (POPRUN, "--output-dir logs true", f"poprun: {REMOVED}\n"),
         (
-            MNIST,
-            "--compare --synthetic-data --plot /tmp/a.png --plot-schedule b.svg",
+            *(MNIST, "--compare --synthetic-data --plot /tmp/a.png --plot-schedule b.svg"),
             f"run-sharded-mnist: {REMOVED}\n",
         ),
         (

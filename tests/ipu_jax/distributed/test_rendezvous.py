@@ -132,10 +132,7 @@ def connected(port: int) -> socket.socket:
     raise AssertionError("nobody listens")
 
 
-def hello(instance, fingerprint):
-    return json.dumps({"instance": instance, "fingerprint": fingerprint}).encode() + b"\n"
-
-
+hello = lambda instance, fingerprint: json.dumps({"instance": instance, "fingerprint": fingerprint}).encode() + b"\n"
 SAID = [
     b'{"instance": 1}\n',
     b'{"instance": "1"}\n',

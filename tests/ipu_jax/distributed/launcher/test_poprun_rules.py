@@ -439,10 +439,7 @@ def test_times_travel_as_ages():
     assert came.progress.mark == Mark(44.0 - 900, 5, 6)
 
 
-def record(at, message="no", kind="ValueError"):
-    return ErrorRecord(at, kind, message)
-
-
+record = lambda at, message="no", kind="ValueError": ErrorRecord(at, kind, message)
 LOST = record(9.9, "Gloo: Connection closed by peer", "XlaRuntimeError")
 
 
@@ -466,10 +463,7 @@ def test_an_exception_is_not_believed_of_an_instance_that_a_signal_has_ended():
     assert failure_of(0, -9, 10.0, record(1.0)).exit_status == 137
 
 
-def outcome(**values):
-    return Outcome(1, **{"again": True, "stepped": True, **values})
-
-
+outcome = lambda **values: Outcome(1, **{"again": True, "stepped": True, **values})
 STEPLESS = outcome(stepped=False)
 
 

@@ -340,26 +340,21 @@ TO_START_IT = "is not executable: make it so with chmod +x, or start it with: py
 @pytest.mark.parametrize(
     ("words", "status", "line"),
     [
-        (["no-such-program"], 127, "there is no program 'no-such-program': give one in PATH, or its path"),
-        (["./train.py"], 126, f"./train.py {TO_START_IT} ./train.py"),
-        (["train.py"], 126, f"train.py {TO_START_IT} train.py"),
-        (["."], 127, "there is no program '.': give one in PATH, or its path"),
-        ([], 2, "no program is given: name one after the options, such as: poprun --num-instances 2 python train.py"),
+        ("no-such-program", 127, "there is no program 'no-such-program': give one in PATH, or its path"),
+        ("./train.py", 126, f"./train.py {TO_START_IT} ./train.py"),
+        ("train.py", 126, f"train.py {TO_START_IT} train.py"),
+        (".", 127, "there is no program '.': give one in PATH, or its path"),
+        ("", 2, "no program is given: name one after the options, such as: poprun --num-instances 2 python train.py"),
         (
-            ["-x", "IPU_JAX_RUN_TOKEN=1", "true"],
+            "-x IPU_JAX_RUN_TOKEN=1 true",
             2,
             "argument -x: poprun sets IPU_JAX_RUN_TOKEN itself, by instance: leave it out",
         ),
         (
-            ["--num-replica", "2", "true"],
-            2,
+            *("--num-replica 2 true", 2),
             "unrecognized arguments: --num-replica: did you mean --num-replicas? --help lists all flags",
         ),
-        (
-            ["--output-dir", ".", "true"],
-            2,
-            "argument --output-dir: {folder} has files of another run: give another folder",
-        ),
+        ("--output-dir . true", 2, "argument --output-dir: {folder} has files of another run: give another folder"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(tmp_path, words, status, line, monkeypatch, capsys):
@@ -367,7 +362,7 @@ def test_a_wrong_command_line_is_one_line(tmp_path, words, status, line, monkeyp
     (tmp_path / "train.py").write_text("print(1)")
     (tmp_path / "attempt-0").mkdir()
     with pytest.raises(SystemExit) as stopped:
-        launcher.main(words)
+        launcher.main(words.split())
     assert (stopped.value.code, *capsys.readouterr()) == (status, "", f"poprun: {line.format(folder=tmp_path)}\n")
 
 

@@ -33,8 +33,7 @@ def drawn(*rows, width, ignored=(), colours=None, bars=False):
     return [line.rstrip() for line in written.get().splitlines()]
 
 
-def heads(*rows, width):
-    return [column.head for column in fitting(rows, width)]
+heads = lambda *rows, width: [column.head for column in fitting(rows, width)]
 
 
 def test_a_wide_terminal_shows_everything():
