@@ -105,8 +105,7 @@ def mean_loss(example, weights, batch):
     return jax.vmap(lambda row: TWINS[example](weights, row))(rows).mean()
 
 
-def name_of(value):
-    return value.__name__.split(".")[-1] if inspect.ismodule(value) else None
+name_of = lambda value: value.__name__.split(".")[-1] if inspect.ismodule(value) else None
 
 
 @pytest.mark.slow

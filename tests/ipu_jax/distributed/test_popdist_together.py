@@ -162,9 +162,8 @@ pytestmark = pytest.mark.slow  # three processes start jax
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    ended = run_programs(
-        tmp_path_factory.mktemp("three"), PROGRAM, places(3, replicas=3, ipus_per_replica=2), seconds=180
-    )
+    own = places(3, replicas=3, ipus_per_replica=2)
+    ended = run_programs(tmp_path_factory.mktemp("three"), PROGRAM, own, seconds=180)
     for one in ended:
         assert one.code == 0, one.stderr
     return ended

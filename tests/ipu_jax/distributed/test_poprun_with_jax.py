@@ -75,7 +75,7 @@ if kind == "trace" and popdist.get_instance_index() == 1:
 REPLICA = ["--num-instances", "2", "--num-replicas", "1", "--ipus-per-replica", "2"]  # one, on two instances
 
 
-def trained(tmp_path, kind="", culprit=0, when="step", *options):
+def trained(tmp_path, kind, culprit, when="step", *options):
     path = tmp_path / "train.py"
     path.write_text(TRAINING)
     words = ("-v", *REPLICA, *options, sys.executable, str(path))
@@ -84,8 +84,8 @@ def trained(tmp_path, kind="", culprit=0, when="step", *options):
 
 
 @pytest.mark.slow
-def test_a_training_over_two_instances_ends_well_and_leaves_nothing(tmp_path):
-    ran = trained(tmp_path)
+def test_a_training_over_two_instances_ends_well_and_leaves_nothing_although_one_has_a_last_file_to_write(tmp_path):
+    ran = trained(tmp_path, "last file", 0, "end")
     assert ran.status == 0, ran.err
     lines = sorted(line for line in ran.out.splitlines() if "trained" in line)
     assert [line.split()[0] for line in lines] == ["[1,0]<stdout>:trained", "[1,1]<stdout>:trained"]
@@ -179,12 +179,6 @@ def test_an_instance_that_ends_with_0_too_early_is_named(tmp_path, when, said):
     if when != "import":  # the other one may still import jax then, and needs nobody
         assert ran.seen("stopping [12] instances") - ran.stamp("fault") < 60
     gone_within(str(tmp_path))
-
-
-@pytest.mark.slow
-def test_a_training_whose_first_instance_has_a_last_file_to_write_is_left_alone(tmp_path):
-    ran = trained(tmp_path, "last file", 0, "end")
-    assert ran.status == 0, ran.err
 
 
 @pytest.mark.slow

@@ -26,10 +26,7 @@ run("command", main)
 LISTENING = "import os, signal, sys; signal.signal(signal.SIGINT, signal.{how}); os.execv(sys.executable, sys.argv[1:])"
 LINES = "    for line in range(100_000): print(line)"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
-
-
-def command_of(body):
-    return [sys.executable, "-c", COMMAND.format(body=body)]
+command_of = lambda body: [sys.executable, "-c", COMMAND.format(body=body)]
 
 
 def shell(script, body):

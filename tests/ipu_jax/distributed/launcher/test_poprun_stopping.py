@@ -127,22 +127,15 @@ def test_nothing_outlives_a_poprun_that_is_killed_and_no_other_folder_is_removed
     for folder in (*others, scratch):
         folder.mkdir(parents=True)
     process = started(body, TMPDIR=str(scratch))
-    (folder,) = run_folders(mark)
+    variables = (Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in marked(mark))
+    (name,) = {text[16:] for each in variables for text in each if text.startswith(b"IPU_JAX_RUN_DIR=")}
+    folder = Path(os.fsdecode(name))
     assert folder.parent == scratch
     process.kill()
     gone_within(mark)
     wait_for(lambda: not folder.exists())
     assert scratch.is_dir()
     assert all(folder.is_dir() for folder in others)
-
-
-def run_folders(mark):
-    return {
-        Path(os.fsdecode(value.split(b"=", 1)[1]))
-        for pid in marked(mark)
-        for value in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if value.startswith(b"IPU_JAX_RUN_DIR=")
-    }
 
 
 @pytest.mark.slow

@@ -27,10 +27,7 @@ fit(step, step.init(weights), feed, updates=20, evaluate=evaluate, progress=Fals
 print("psutil" in sys.modules, sys.platform, flush=True)
 """
 MONITOR = "from ipu_jax.run.observe.monitor import command; command.main(sys.argv[1:])"
-
-
-def settings_of(records):
-    return {**environment(IPU_JAX_MONITOR=str(records)), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+settings_of = lambda records: {**environment(IPU_JAX_MONITOR=str(records)), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 
 
 def look(settings, start, *flags):

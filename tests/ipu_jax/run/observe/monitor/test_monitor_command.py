@@ -18,7 +18,7 @@ import time
 import pytest
 
 from ipu_jax.run.observe.monitor import command
-from support.launched import HEEDING, PLAIN_POPRUN, environment, recorded
+from support.launched import HEEDING, PLAIN_POPRUN, environment, recorded, wait_for
 
 MONITOR = [sys.executable, "-m", "ipu_jax.run.observe.monitor.command"]
 HEEDING_MONITOR = [*HEEDING, *MONITOR]
@@ -279,16 +279,13 @@ def test_the_instances_of_a_training_are_shown_with_their_places(tmp_path):
         done = subprocess.run(words, env=settings, capture_output=True, text=True, timeout=60, check=True)
         return json.loads(done.stdout)["processes"]
 
-    def look_until(condition):
-        until = time.monotonic() + 200
-        while not condition(found := look()):
-            assert time.monotonic() < until, found
-            time.sleep(0.2)
-        return found
+    def is_training(rows):
+        return len(rows) == 2 and all((row["samples_per_second"] or 0) > 0 for row in rows)
 
     with subprocess.Popen([*PLAIN_POPRUN, *PLACES, *program], env=settings, stdout=subprocess.DEVNULL) as run:
         try:
-            rows = look_until(lambda rows: len(rows) == 2 and all((row["samples_per_second"] or 0) > 0 for row in rows))
+            wait_for(lambda: is_training(look()), 200)
+            rows = look()
             assert [(row["instance"], row["instances"], row["replicas"]) for row in rows] == [(0, 2, 2), (1, 2, 2)]
             assert len({row["run"] for row in rows}) == 1
             for row in rows:
@@ -299,5 +296,5 @@ def test_the_instances_of_a_training_are_shown_with_their_places(tmp_path):
                 assert row["samples_per_second"] == pytest.approx(128 * row["steps_per_second"])
         finally:
             run.kill()  # its watcher ends the instances
-    look_until(lambda rows: rows == [])
+    wait_for(lambda: look() == [], 200)
     assert list((tmp_path / "records").iterdir()) == []
