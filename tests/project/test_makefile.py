@@ -40,16 +40,9 @@ def put_into(checkout: Path, python: str) -> Path:
 def test_make_venv_works_in_a_folder_of_any_name_and_only_once(folder, tmp_path):
     checkout = tmp_path / folder
     python = put_into(checkout, "my python's")
-    said = []
+    command, said = ["make", "venv", f"PYTHON={python}"], []
     for _ in range(2):
-        done = subprocess.run(
-            ["make", "venv", f"PYTHON={python}"],
-            cwd=checkout,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        done = subprocess.run(command, cwd=checkout, env=environment(), capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (0, "")
         said.append(done.stdout)
     assert said[0].startswith("Setting up .venv with Python 3.99")

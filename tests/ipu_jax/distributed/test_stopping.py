@@ -72,13 +72,8 @@ def test_a_signal_is_noticed_in_the_block_and_the_handler_of_before_is_there_aga
 
 @pytest.mark.slow
 def test_each_process_ends_as_its_signals_ask_even_in_c_code():
-    with subprocess.Popen(
-        [sys.executable, "-c", CASES],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    words, own = [sys.executable, "-c", CASES], os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(words, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         out, err = process.stdout, process.stderr
         assert out is not None
         assert err is not None

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,14 +127,9 @@ def test_after_ctrl_c_a_terminal_has_its_cursor_again():
     body = f"    sys.stdout.write('\\x1b[?25l')\n{STARTED}{BUSY['asleep']}"
     terminal, of_command = pty.openpty()
     take_terminal = f"import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); {LISTENING.format(how='SIG_DFL')}"
-    process = subprocess.Popen(
-        [sys.executable, "-c", take_terminal, *command_of(body)],
-        stdin=of_command,
-        stdout=of_command,
-        stderr=of_command,
-        start_new_session=True,
-        env=ENVIRONMENT,
-    )
+    words = [sys.executable, "-c", take_terminal, *command_of(body)]
+    streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), of_command)
+    process = subprocess.Popen(words, **streams, start_new_session=True, env=ENVIRONMENT)
     os.close(of_command)
     shown, is_pressed = b"", False
     with contextlib.suppress(OSError):  # nobody writes to it any more

@@ -191,13 +191,8 @@ def test_ctrl_z_stops_the_instances_and_goes_on_with_them(started, mark):
 )
 def test_an_output_that_cannot_be_written_ends_everything(tmp_path, mark, script, status, out, err):
     body = "while True: print('line', flush=True); time.sleep(0.01)"
-    done = subprocess.run(
-        ["bash", "-c", script, "bash", *POPRUN, *TWO, *program(tmp_path, body)],
-        env=environment(POPRUN_TEST=mark),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    words = ["bash", "-c", script, "bash", *POPRUN, *TWO, *program(tmp_path, body)]
+    done = subprocess.run(words, env=environment(POPRUN_TEST=mark), capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.count("\n"), done.stderr) == (status, out, err)
     assert marked(mark) == set()
 
@@ -273,13 +268,8 @@ def test_ctrl_c_on_a_terminal_reaches_the_instances_once(tmp_path, mark):
 def test_nohup_is_respected(tmp_path, mark):
     sent = tmp_path / "sent"
     body = f"print('up', flush=True)\nwhile not Path({str(sent)!r}).exists(): time.sleep(0.05)"
-    command = [*PLAIN_POPRUN, *TWO, *program(tmp_path, body)]
-    process = subprocess.Popen(
-        ["bash", "-c", 'trap "" HUP; exec "$@"', "bash", *command],
-        env=environment(POPRUN_TEST=mark),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    words = ["bash", "-c", 'trap "" HUP; exec "$@"', "bash", *PLAIN_POPRUN, *TWO, *program(tmp_path, body)]
+    process = subprocess.Popen(words, env=environment(POPRUN_TEST=mark), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGHUP)
