@@ -56,9 +56,8 @@ def test_make_venv_works_in_a_folder_of_any_name_and_only_once(folder, tmp_path)
 def test_make_venv_shows_the_progress_of_pip_on_a_terminal(tmp_path):
     python = put_into(tmp_path, "python")
     terminal, of_make = pty.openpty()
-    subprocess.run(
-        ["make", "venv", f"PYTHON={python}"], cwd=tmp_path, env=environment(), stdout=of_make, timeout=60, check=True
-    )
+    words = ["make", "venv", f"PYTHON={python}"]
+    subprocess.run(words, cwd=tmp_path, env=environment(), stdout=of_make, timeout=60, check=True)
     os.close(of_make)
     shown = os.read(terminal, 4096).decode()
     os.close(terminal)

@@ -32,9 +32,8 @@ command_of = lambda body: [sys.executable, "-c", COMMAND.format(body=body)]
 
 def shell(script, body):
     """Run a command by a shell's script, in which "$@" is the command; return status, stdout and stderr."""
-    done = subprocess.run(
-        ["bash", "-c", script, "bash", *command_of(body)], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
-    )
+    words = ["bash", "-c", script, "bash", *command_of(body)]
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout, done.stderr
 
 

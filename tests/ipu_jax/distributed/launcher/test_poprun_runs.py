@@ -209,9 +209,8 @@ def test_the_printed_commands_can_be_run_and_are_no_others_whatever_the_names(tm
     code = "import os, sys; print(os.environ['IPU_JAX_INSTANCE'], os.getcwd(), sys.argv)"
     ran = poprun(flag, *TWO, sys.executable, "-c", code, argument, cwd=folder)
     assert (ran.status, ran.err) == (0, "")
-    done = subprocess.run(
-        ["bash", "-c", os.fsencode(ran.out)], capture_output=True, text=True, env=environment(), cwd="/", check=True
-    )
+    words = ["bash", "-c", os.fsencode(ran.out)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), cwd="/", check=True)
     assert done.stdout == "".join(f"{i} {folder} {['-c', argument]}\n" for i in range(2))
 
 

@@ -163,8 +163,7 @@ while not (run_dir / "end").exists():
     assert process.wait(timeout=60) == 0
 
 
-def letters(pids):
-    return {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids}
+letters = lambda pids: {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids}
 
 
 def test_ctrl_z_stops_the_instances_and_goes_on_with_them(started, mark):
