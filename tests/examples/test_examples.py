@@ -1,6 +1,7 @@
 """Test that the examples train, evaluate, predict and resume, and that they are as short as their README says."""
 
 import ast
+import importlib
 import inspect
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,7 @@ from examples import any_function, equinox_attention, linen_convnet, nnx_transfo
 from support.dense import largest_relative_error
 
 GLUE = 11
+LINES = {"annotated_flax": 66, "llama": 150, "lora": 100, "dpo": 100, "distill": 100}
 SOURCES = {
     linen_convnet: linen_convnet.images,
     nnx_transformer: nnx_transformer.sequences,
@@ -28,12 +30,8 @@ SOURCES = {
 }
 
 
-def cross_entropy(outputs, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(outputs, labels).mean()
-
-
-def squared_error(outputs, targets):
-    return jnp.mean((outputs - targets) ** 2)
+cross_entropy = lambda outputs, labels: optax.softmax_cross_entropy_with_integer_labels(outputs, labels).mean()
+squared_error = lambda outputs, targets: jnp.mean((outputs - targets) ** 2)
 
 
 # per example, its model on one device: (what step.whole returns, inputs) to outputs
@@ -139,6 +137,18 @@ def lines_of(function) -> int:
     body = definition.body[1:] if ast.get_docstring(definition) else definition.body
     lines = {number for node in body for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
     return len(lines)
+
+
+@pytest.mark.parametrize("name", ["balance_loss", "attention_residuals", "multi_token"])
+def test_model_and_glue_are_short(name):
+    example = importlib.import_module(f"examples.{name}")
+    own = [each for _, each in inspect.getmembers(example, inspect.isfunction) if each.__module__ == example.__name__]
+    assert sum(1 + lines_of(each) for each in own if each.__name__ not in ("make_data", "main")) <= 40
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_an_example_is_short(name):
+    assert len(inspect.getsource(importlib.import_module(f"examples.{name}")).splitlines()) <= LINES[name]
 
 
 def test_three_lines_make_a_pipeline_of_a_function():

@@ -1,8 +1,6 @@
 """Test the GPT, and examples of models that pipelines seldom run: loss and gradients equal a twin's in plain jax."""
 
 import argparse
-import ast
-import inspect
 from typing import Any
 
 import jax
@@ -16,7 +14,6 @@ from support import documents
 from support.against_plain import assert_equals_plain, bubbles_hold_nan  # noqa: F401 (a fixture)
 
 EXAMPLES = {balance_loss: ("dualpipev",), attention_residuals: ("1f1b", "zb-h1", "zbv"), multi_token: ("1f1b", "zb-h1")}
-LINES = 40
 
 
 # per example, the mean loss of a batch, for whole weights
@@ -74,10 +71,7 @@ def loss_of_tokens(weights, batch):
 
 TWINS = {balance_loss: loss_of_experts, attention_residuals: loss_of_residuals, multi_token: loss_of_tokens}
 CASES = [(example, schedule) for example, schedules in EXAMPLES.items() for schedule in schedules]
-
-
-def name_of(value):
-    return value if isinstance(value, str) else value.__name__.split(".")[-1]
+name_of = lambda value: value if isinstance(value, str) else value.__name__.split(".")[-1]
 
 
 @pytest.mark.fast("balance_loss-dualpipev")
@@ -96,20 +90,6 @@ def test_an_example_verifies_itself(example):
     assert [line.split(":")[0] for line in lines] == list(EXAMPLES[example])
     for line in lines:
         assert documents.where_shown("largest relative error 1.0e-06", line) is not None, line
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
-def test_model_and_glue_are_short(example):
-    ours = [node for node in ast.parse(inspect.getsource(example)).body if isinstance(node, ast.FunctionDef)]
-    lines = set()
-    for function in ours:
-        if function.name in ("make_data", "main"):
-            continue
-        body = function.body[1:] if ast.get_docstring(function) else function.body
-        for node in body:
-            lines |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-        lines.add(function.lineno)
-    assert len(lines) <= LINES
 
 
 # a GPT that trains on the machine's devices

@@ -82,11 +82,13 @@ class Exhibit:
 EXHIBITS: list[Exhibit] = []
 
 
-def exhibit(*threads: str, found_by: Any = "verify", loss: Any = "equal", **rest: Any) -> Callable[[Any], Any]:
-    """Add an exhibit, which has the name of the decorated function."""
+def exhibit(threads: str, *, found_by: Any = "verify", loss: Any = "equal", **rest: Any) -> Callable[[Any], Any]:
+    """Add an exhibit of threads with spaces between. It has the name of the decorated function."""
 
     def add(fault: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        EXHIBITS.append(Exhibit(fault.__name__, threads, fault=fault, found_by=found_by, loss=loss, **rest))
+        EXHIBITS.append(
+            Exhibit(fault.__name__, tuple(threads.split()), fault=fault, found_by=found_by, loss=loss, **rest)
+        )
         return fault
 
     return add
@@ -227,8 +229,7 @@ PROGRAM = "ipu_jax.core.programs.segment_program:SegmentProgram"
 
 
 @exhibit(
-    "pytorch/torchtitan#2972",
-    "pytorch/torchtitan#4194",
+    "pytorch/torchtitan#2972 pytorch/torchtitan#4194",
     replaces="ipu_jax.core.engine.scan:run",
     model=layers,
     says="by 29 relative ... (3 of 3 gradients differ)",
@@ -238,8 +239,7 @@ def divided_by_the_tokens_too_late(original: Any) -> Any:
 
 
 @exhibit(
-    "deepspeedai/DeepSpeed#8152",
-    "deepspeedai/DeepSpeed#8154",
+    "deepspeedai/DeepSpeed#8152 deepspeedai/DeepSpeed#8154",
     replaces=f"{TASKS}.with_dx",
     model=layers,
     says="the gradient of params['first'] ... by 0.96 relative ... (2 of 3 gradients differ)",
@@ -284,8 +284,7 @@ def router_detached(original: Any) -> Any:
 
 
 @exhibit(
-    "uw-syfi/piper#13",
-    "uw-syfi/piper#25",
+    "uw-syfi/piper#13 uw-syfi/piper#25",
     replaces="ipu_jax.core.engine.scan:lax",
     model=tied,
     says="the gradient of params['table'] ... (1 of 3 gradients differ)",
@@ -295,8 +294,7 @@ def ties_not_summed(original: Any) -> Any:
 
 
 @exhibit(
-    "marin-community/marin#8077",
-    "marin-community/marin#8081",
+    "marin-community/marin#8077 marin-community/marin#8081",
     replaces=f"{TASKS}.exchange",
     model=layers,
     says="the gradient of params['first'] ... by nan relative ... nan instead of",
@@ -313,8 +311,7 @@ def first_backward_reads_too_early(original: Any) -> Any:
 
 
 @exhibit(
-    "pytorch/pytorch#170277",
-    "pytorch/pytorch#175705",
+    "pytorch/pytorch#170277 pytorch/pytorch#175705",
     replaces=f"{PROGRAM}.backward_weight",
     model=gated,
     says="the gradient of params['gate'] ... (2 of 4 gradients differ)",
@@ -369,8 +366,7 @@ def padding_of_the_vocabulary_counted(original: Any) -> Any:
 
 
 @exhibit(
-    "ml-explore/mlx-lm#1688",
-    "ml-explore/mlx-lm#1816",
+    "ml-explore/mlx-lm#1688 ml-explore/mlx-lm#1816",
     replaces="ipu_jax.core.cutting.trace:layers_of",
     model=stacked,
     says="the loss differs ... loss 3.56 ... unsharded 3.93",
@@ -388,8 +384,7 @@ def layer_in_the_middle_dropped(original: Any) -> Any:
 
 
 @exhibit(
-    "NVIDIA-NeMo/Automodel#3817",
-    "pytorch/torchtitan#596",
+    "NVIDIA-NeMo/Automodel#3817 pytorch/torchtitan#596",
     replaces="ipu_jax.core.optimizer.update:combined",
     found_by="recipe",
     model=lambda: stepped(optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))),
@@ -404,8 +399,7 @@ def clipped_by_the_norm_of_one_stage(original: Any) -> Any:
 
 
 @exhibit(
-    "NVIDIA/Megatron-LM#5974",
-    "NVIDIA/Megatron-LM#5976",
+    "NVIDIA/Megatron-LM#5974 NVIDIA/Megatron-LM#5976",
     replaces="ipu_jax.core.optimizer.state:StateLayout.init",
     found_by="recipe",
     model=lambda: stepped(optax.adam(0.05)),

@@ -67,13 +67,8 @@ COMMANDS = (
 # They must run without jax: a picture of a schedule needs no device, and the launcher must start quickly.
 PLAIN = (
     *("schedules", "options"),
-    *(
-        "core.schedules",
-        "core.engine.order",
-        "training.data._order",
-        "training.data.prefetch",
-        "training.checkpoints.errors",
-    ),
+    *("core.schedules", "core.engine.order", "training.data._order", "training.data.prefetch"),
+    "training.checkpoints.errors",
     *("distributed.processes.beacons", "distributed.processes.identity", "distributed.processes.record"),
     *("distributed.poprun", "distributed.launcher", "distributed.environment", "base.terminal", "run.observe.monitor"),
 )

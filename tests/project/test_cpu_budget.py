@@ -55,9 +55,8 @@ def test_tests_above_the_bound_are_named_and_all_processes_count(run):
     named = re.findall(r"^ +([\d.]+) s  test_a\.py::(\w+)$", printed, re.M)
     assert {name for _, name in named} == {"test_of_a_child", "test_of_a_fixture"}
     assert all(float(seconds) >= 0.4 for seconds, _ in named)
-    ((minutes, bound, over),) = re.findall(
-        r"^CPU time: ([\d.]+) minutes \(bound (\d+)\); (\d) fast tests above", printed, re.M
-    )
+    pattern = r"^CPU time: ([\d.]+) minutes \(bound (\d+)\); (\d) fast tests above"
+    ((minutes, bound, over),) = re.findall(pattern, printed, re.M)
     assert float(minutes) * 60 > 3 * 0.4  # three tests burn it, and pytest itself takes some
     assert (bound, over, status) == ("60", "2", 0)
 

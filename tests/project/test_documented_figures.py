@@ -77,13 +77,8 @@ def test_the_two_clocks_cost_what_their_page_says():
     assert found
     in_lockstep, alone, zb_h1 = (float(figure) / 100 for figure in found.groups())
 
-    def bubble(name, *, lockstep):
-        return (
-            make_schedule(name, ipus=4, gradient_accumulation=8)
-            .simulate(forward=1, backward=2, lockstep=lockstep)
-            .bubble
-        )
-
+    made = lambda name: make_schedule(name, ipus=4, gradient_accumulation=8)
+    bubble = lambda name, lockstep: made(name).simulate(forward=1, backward=2, lockstep=lockstep).bubble
     assert bubble("1f1b", lockstep=True) == pytest.approx(in_lockstep, abs=5e-4)
     assert bubble("1f1b", lockstep=False) == pytest.approx(alone, abs=5e-4)
     for lockstep in (True, False):
@@ -141,9 +136,8 @@ def test_the_gains_of_a_schedule_made_for_costs_are_those_of_the_benchmark():
 
 def test_the_table_of_primitives_is_that_of_the_rules():
     page = (documents.ROOT / "docs/design/cutting.md").read_text()
-    rows = re.findall(
-        r"^\| (.*) \| (.*) \|$", page.partition("## Each primitive")[2].partition("\n## ")[0], re.MULTILINE
-    )
+    _, _, after = page.partition("## Each primitive")
+    rows = re.findall(r"^\| (.*) \| (.*) \|$", after.partition("\n## ")[0], re.MULTILINE)
     assert rows[2:] == rules()
 
 

@@ -32,14 +32,9 @@ sys.meta_path.insert(0, Presses())
 def run(script, module, flags, *, stdout=subprocess.PIPE, **environment):
     """Run a command by a shell's script, in which "$@" is the command; return status, stdout and stderr."""
     path = os.pathsep.join([environment.pop("PYTHONPATH", ""), str(ROOT)])
-    done = subprocess.run(
-        ["bash", "-c", script, "bash", sys.executable, "-m", module, *flags.split()],
-        env={**os.environ, **environment, "PYTHONPATH": path},
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=120,
-    )
+    words = ["bash", "-c", script, "bash", sys.executable, "-m", module, *flags.split()]
+    own = {**os.environ, **environment, "PYTHONPATH": path}
+    done = subprocess.run(words, env=own, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -100,8 +95,7 @@ NO_FOLDER = "put the four MNIST files there, or leave --data-dir out to download
         (POPRUN, "true", f"poprun: {REMOVED}\n"),
         (POPRUN, "--output-dir logs true", f"poprun: {REMOVED}\n"),
         (
-            MNIST,
-            "--compare --synthetic-data --plot /tmp/a.png --plot-schedule b.svg",
+            *(MNIST, "--compare --synthetic-data --plot /tmp/a.png --plot-schedule b.svg"),
             f"run-sharded-mnist: {REMOVED}\n",
         ),
         (

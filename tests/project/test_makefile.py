@@ -25,26 +25,24 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
 
 
+def put_into(checkout: Path, python: str) -> Path:
+    """Put what `make venv` reads into a folder, and a Python, which is returned."""
+    checkout.mkdir(exist_ok=True)
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, checkout)
+    (checkout / python).write_text(PYTHON)
+    (checkout / python).chmod(0o755)
+    return checkout / python
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 @pytest.mark.parametrize("folder", ["plain", "it's", "two words", "it's a 'quoted' folder", 'a "double" one', "a\\nb"])
 def test_make_venv_works_in_a_folder_of_any_name_and_only_once(folder, tmp_path):
     checkout = tmp_path / folder
-    checkout.mkdir()
-    for name in ("Makefile", "pyproject.toml"):
-        shutil.copy(ROOT / name, checkout)
-    python = checkout / "my python's"
-    python.write_text(PYTHON)
-    python.chmod(0o755)
-    said = []
+    python = put_into(checkout, "my python's")
+    command, said = ["make", "venv", f"PYTHON={python}"], []
     for _ in range(2):
-        done = subprocess.run(
-            ["make", "venv", f"PYTHON={python}"],
-            cwd=checkout,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        done = subprocess.run(command, cwd=checkout, env=environment(), capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (0, "")
         said.append(done.stdout)
     assert said[0].startswith("Setting up .venv with Python 3.99")
@@ -56,15 +54,10 @@ def test_make_venv_works_in_a_folder_of_any_name_and_only_once(folder, tmp_path)
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_make_venv_shows_the_progress_of_pip_on_a_terminal(tmp_path):
-    for name in ("Makefile", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
-    python = tmp_path / "python"
-    python.write_text(PYTHON)
-    python.chmod(0o755)
+    python = put_into(tmp_path, "python")
     terminal, of_make = pty.openpty()
-    subprocess.run(
-        ["make", "venv", f"PYTHON={python}"], cwd=tmp_path, env=environment(), stdout=of_make, timeout=60, check=True
-    )
+    words = ["make", "venv", f"PYTHON={python}"]
+    subprocess.run(words, cwd=tmp_path, env=environment(), stdout=of_make, timeout=60, check=True)
     os.close(of_make)
     shown = os.read(terminal, 4096).decode()
     os.close(terminal)

@@ -69,14 +69,8 @@ def names_of(printed: str) -> list[str]:
 
 
 QUICK = ["test_named[c]", "test_named[e]", "test_quick", "test_some[0]"]
-SLOW = sorted(
-    [
-        *(f"test_many[{i}]" for i in range(43)),
-        *(f"test_some[{i}]" for i in range(1, 9)),
-        *(f"test_named[{name}]" for name in "abdf"),
-        "test_alone",
-    ]
-)
+SLOW = [*(f"test_many[{i}]" for i in range(43)), *(f"test_some[{i}]" for i in range(1, 9))]
+SLOW = sorted([*SLOW, *(f"test_named[{name}]" for name in "abdf"), "test_alone"])
 
 
 def test_a_plain_run_has_the_fast_tests_and_the_parts_are_all(printed_by):

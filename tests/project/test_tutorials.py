@@ -13,18 +13,13 @@ import pytest
 from ipu_jax.run.ahead.compilers import folder_of
 from support import documents
 
-NOTEBOOK = documents.ROOT / "docs/tutorials/notebook.ipynb"
-TUTORIALS = [*sorted((documents.ROOT / "docs/tutorials").glob("*.md")), NOTEBOOK]
-GUIDES = [
-    documents.ROOT / f"docs/{name}.md"
-    for name in ("sharded-ops", "instances", "weights", "checkpoints", "watching", "museum")
-]
-OTHERS = [
-    documents.ROOT / f"docs/{name}.md"
-    for name in ("index", "concepts", "architecture", "design/engine", "training", "how-to")
-]
-CHIPS = documents.ROOT / "docs/chips.md"
-COMING_FROM = sorted((documents.ROOT / "docs/coming-from").glob("*.md"))  # run by test_fragments.py, with their cells
+DOCS = documents.ROOT / "docs"
+NOTEBOOK = DOCS / "tutorials/notebook.ipynb"
+TUTORIALS = [*sorted((DOCS / "tutorials").glob("*.md")), NOTEBOOK]
+GUIDES = [DOCS / f"{name}.md" for name in ("sharded-ops", "instances", "weights", "checkpoints", "watching", "museum")]
+OTHERS = [DOCS / f"{name}.md" for name in ("index", "concepts", "architecture", "design/engine", "training", "how-to")]
+CHIPS = DOCS / "chips.md"
+COMING_FROM = sorted((DOCS / "coming-from").glob("*.md"))  # run by test_fragments.py, with their cells
 
 
 @pytest.mark.fast("engine")
@@ -42,7 +37,7 @@ def test_a_page_runs_and_prints_what_it_shows(path: Path):
 
 def test_every_page_with_code_is_run():
     """`python` marks what is run; `py` is code of another library, whose name is in its first line and in the title."""
-    pages = [path for kind in ("md", "ipynb") for path in (documents.ROOT / "docs").rglob(f"*.{kind}")]
+    pages = [path for kind in ("md", "ipynb") for path in DOCS.rglob(f"*.{kind}")]
     with_code = {path for path in pages if documents.blocks(path, "python")}
     assert with_code == {*TUTORIALS, *GUIDES, *OTHERS, *COMING_FROM, CHIPS}
     for path in documents.ROOT.rglob("*.md"):
@@ -84,7 +79,7 @@ def test_the_notebook_is_small_and_shows_no_path():
 
 @pytest.mark.slow
 def test_each_answer_of_how_to_runs_after_the_model_alone(tmp_path: Path):
-    model, *answers = re.split(r"^###? ", (documents.ROOT / "docs/how-to.md").read_text(), flags=re.MULTILINE)
+    model, *answers = re.split(r"^###? ", (DOCS / "how-to.md").read_text(), flags=re.MULTILINE)
     (tmp_path / "model.md").write_text(model)
     programs = []
     for answer in answers:
@@ -97,7 +92,7 @@ def test_each_answer_of_how_to_runs_after_the_model_alone(tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_script_for_a_laptop_and_a_cluster_runs_by_the_commands_below_it(tmp_path: Path):
-    page = documents.ROOT / "docs/instances.md"
+    page = DOCS / "instances.md"
     (tmp_path / "train.py").write_text("".join(documents.blocks(page, "python")))
     on_a_laptop = [shlex.split(line, comments=True) for line in documents.blocks(page, "bash")[0].splitlines()]
     starts = {"python": [sys.executable], "poprun": [sys.executable, "-m", "ipu_jax.distributed.poprun"]}

@@ -16,13 +16,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import ipu_jax
-from ipu_jax import (
-    Pipeline,
-    Stage,
-    TrainOptions,
-    make_train_step,
-    verify,
-)
+from ipu_jax import Pipeline, Stage, TrainOptions, make_train_step, verify
 from ipu_jax.base.decorators import public
 from ipu_jax.pipelines import reference_value_and_grad
 from support.refusals import refusals, refused
@@ -86,10 +80,7 @@ def test_the_whole_of_it_is_there_for_who_asks_for_it():
     assert sum(frame.filename.startswith(OURS) for frame in frames) > 5
 
 
-def if_of_python(w, x, mb):
-    return jnp.mean(x) if x.sum() > 0 else jnp.mean(-x)
-
-
+if_of_python = lambda w, x, mb: jnp.mean(x) if x.sum() > 0 else jnp.mean(-x)
 MISTAKES = {
     "no scalar": (lambda w, x, mb: jnp.ones(2), "the last stage, 'last', returns float32[2]"),
     "a key that is not there": (lambda w, x, mb: {}["z"], "'z'"),
@@ -143,10 +134,7 @@ def test_decorated_names_keep_their_signatures():
     assert (verify.__doc__ or "").startswith("Run the pipeline")
 
 
-def good(w, x, mb):
-    return jnp.mean((x - mb) ** 2)
-
-
+good = lambda w, x, mb: jnp.mean((x - mb) ** 2)
 USES = {
     **CALLS,
     "reference": lambda pipeline, params, x: reference_value_and_grad(pipeline, pipeline.unshard(params), x),
@@ -188,7 +176,7 @@ def mapped(program):
     return jax.jit(jax.shard_map(program, mesh=mesh, in_specs=split, out_specs=split))
 
 
-def jitted_on_another_mesh(program):
+def on_another_mesh(program):
     def run(x):
         with jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"))):
             return jax.jit(program)(x)
@@ -200,12 +188,7 @@ def jitted_on_another_mesh(program):
     (lambda: inside(jax.pmap), "inside jax.shard_map or jax.pmap", "call it outside"),
     (lambda: inside(mapped), "over the axes 'data'", "inside jax.shard_map", "call it outside"),
     (lambda: inside(mapped, "report"), "over the axes 'data'", "inside jax.shard_map", "call it outside"),
-    (
-        lambda: inside(jitted_on_another_mesh),
-        "axes 'data', 'model'",
-        "jax.set_mesh of another mesh",
-        "leave jax.set_mesh",
-    ),
+    (lambda: inside(on_another_mesh), "axes 'data', 'model'", "jax.set_mesh of another mesh", "leave jax.set_mesh"),
 )
 def test_a_map_inside_a_map_is_refused(call, holds):
     placed()  # compiles

@@ -70,13 +70,8 @@ class Terminal:
 def written(body: str, *, start: str = START, **variables: str) -> str:
     """Return what a program writes on a terminal."""
     terminal, of_program = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", start + body],
-        stdin=of_program,
-        stdout=of_program,
-        stderr=of_program,
-        env=os.environ | {"TERM": "xterm", "NO_COLOR": "1"} | variables,
-    )
+    words, own = [sys.executable, "-c", start + body], os.environ | {"TERM": "xterm", "NO_COLOR": "1"} | variables
+    process = subprocess.Popen(words, stdin=of_program, stdout=of_program, stderr=of_program, env=own)
     os.close(of_program)
     shown = b""
     with contextlib.suppress(OSError):  # no process writes to it any more

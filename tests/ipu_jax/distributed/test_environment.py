@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ TWO = InstancePlace(1, 2, 1, replicas=8, ipus_per_replica=2, coordinator=ADDRESS
 
 
 def test_the_variables_of_the_original_are_set():
+    assert place_of({"PATH": "/bin"}) is None  # without a launcher
     variables = TWO.variables()
     assert {name: value for name, value in variables.items() if name.startswith("POPDIST_")} == {
         "POPDIST_NUM_TOTAL_REPLICAS": "8",
@@ -41,18 +43,8 @@ def test_the_variables_of_the_original_are_set():
 def test_a_place_is_read_as_it_was_written(local, instances, ipus, spans, axes, data):
     replicas, ipus = (local, ipus * instances) if spans else (local * instances, ipus)
     count = local * instances if spans else instances
-    place = InstancePlace(
-        data.draw(st.integers(0, count - 1)),
-        count,
-        0,
-        replicas=replicas,
-        ipus_per_replica=ipus,
-        coordinator=ADDRESS,
-        bind=ADDRESS,
-        attempt=2,
-        run_dir=Path("/a b"),
-        axes=axes,
-    )
+    usual: Any = {"coordinator": ADDRESS, "bind": ADDRESS, "attempt": 2, "run_dir": Path("/a b"), "axes": axes}
+    place = InstancePlace(data.draw(st.integers(0, count - 1)), count, 0, replicas, ipus, **usual)
     assert place_of(place.variables()) == place
     assert place.local_ipus * count == replicas * ipus
     assert place.local_devices == place.local_ipus * math.prod(axes.values())
@@ -81,10 +73,6 @@ def test_an_ipu_is_a_group_of_devices_with_further_axes():
     read = place_of(variables)
     assert read is not None
     assert list(read.axes) == ["tensor", "context"]  # the last one varies fastest
-
-
-def test_without_a_launcher_there_is_no_place():
-    assert place_of({"PATH": "/bin"}) is None
 
 
 def place_with(**changes: str | None) -> None:

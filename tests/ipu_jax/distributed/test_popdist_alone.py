@@ -37,17 +37,14 @@ def test_without_poprun_there_is_one_instance():
     assert popdist.get_further_axes() == {}
 
 
-def test_the_answers_are_those_of_the_environment(second_of_four):
+def test_the_answers_are_those_of_the_environment(second_of_four, monkeypatch):
     assert popdist.is_popdist_env_set()
     assert (popdist.get_instance_index(), popdist.get_num_instances(), popdist.get_local_instance_index()) == (1, 4, 0)
     assert (popdist.get_num_total_replicas(), popdist.get_num_local_replicas()) == (8, 2)
     assert (popdist.get_replica_index_offset(), popdist.get_num_ipus_per_replica()) == (2, 2)
     assert popdist.get_num_local_ipus() == popdist.get_num_local_devices() == 4
     assert popdist.get_further_axes() == {}
-
-
-def test_an_ipu_is_a_group_of_devices_where_poprun_says_so(second_of_four, monkeypatch):
-    monkeypatch.setenv("IPU_JAX_AXES", "tensor=2,context=3")
+    monkeypatch.setenv("IPU_JAX_AXES", "tensor=2,context=3")  # an IPU is a group of devices
     assert popdist.get_further_axes() == {"tensor": 2, "context": 3}
     assert (popdist.get_num_local_ipus(), popdist.get_num_local_devices()) == (4, 24)
 

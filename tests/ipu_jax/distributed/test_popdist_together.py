@@ -162,9 +162,8 @@ pytestmark = pytest.mark.slow  # three processes start jax
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    ended = run_programs(
-        tmp_path_factory.mktemp("three"), PROGRAM, places(3, replicas=3, ipus_per_replica=2), seconds=180
-    )
+    own = places(3, replicas=3, ipus_per_replica=2)
+    ended = run_programs(tmp_path_factory.mktemp("three"), PROGRAM, own, seconds=180)
     for one in ended:
         assert one.code == 0, one.stderr
     return ended
@@ -178,10 +177,6 @@ def found(ended):
 @pytest.fixture(scope="module")
 def seen(ended):
     return [json.loads(one.lines[2]) for one in ended]
-
-
-def test_all_instances_get_the_same_bits(found):
-    assert found[0] == found[1] == found[2]
 
 
 KINDS = {"sum": {"bool": "int"}, "mean": {"bool": "float", "int": "float", "int32": "float64"}}
@@ -200,7 +195,9 @@ def test_the_reduction_is_that_of_numpy(ended, found, op):
     assert found[0][op]["flag"][2] == str({"sum": 1, "mean": 1 / 3}[op])
 
 
-def test_large_arrays_go_over_the_devices(found):
+def test_all_get_the_same_bits_of_large_arrays_a_key_and_a_seed(found):
+    assert found[0] == found[1] == found[2]
+    assert (found[0]["key"], found[0]["seed"]) == ([0, 2], 10)  # of the root
     arrays = []
     for own in range(3):
         draw = np.random.default_rng(own).standard_normal
@@ -210,11 +207,6 @@ def test_large_arrays_go_over_the_devices(found):
     total = (arrays[0].astype(np.float64) + arrays[1] + arrays[2]).astype(np.float32)
     assert found[0]["large"] == total.tobytes().hex()[:4000]
     assert found[0]["large of 1"] == arrays[1].tobytes().hex()[:4000]
-
-
-def test_a_key_and_a_seed_are_those_of_the_root(found):
-    assert found[0]["key"] == [0, 2]
-    assert found[0]["seed"] == 10
 
 
 def test_all_stop_after_the_same_call_although_one_alone_gets_the_signal(found):
@@ -244,16 +236,13 @@ def test_an_instance_that_has_posted_nothing_is_named(seen):
             "order; allow more with timeout="
         )
         assert each["seen"] == [0, 2]
+        assert each["unless"] == "another instance has failed"  # an error of the caller ends a wait
 
 
 def test_entries_stay_until_the_slowest_instance_has_read_them_and_no_longer(seen):
     for each in seen:
         assert each["slow"] == [[[turn, instance] for instance in range(3)] for turn in range(2 * board._ERA + 1)]
         assert each["of the first era"] == 0
-
-
-def test_an_error_of_the_caller_ends_a_wait(seen):
-    assert seen[0]["unless"] == seen[2]["unless"] == "another instance has failed"
 
 
 def test_the_first_instance_is_named_if_it_keeps_the_board_and_is_stopped(seen):

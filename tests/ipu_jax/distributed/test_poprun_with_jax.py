@@ -72,28 +72,20 @@ if kind == "trace" and popdist.get_instance_index() == 1:
 """
 
 
-def trained(tmp_path, kind="", culprit=0, when="step", *options):
+REPLICA = ["--num-instances", "2", "--num-replicas", "1", "--ipus-per-replica", "2"]  # one, on two instances
+
+
+def trained(tmp_path, kind, culprit, when="step", *options):
     path = tmp_path / "train.py"
     path.write_text(TRAINING)
-    words = (
-        "-v",
-        "--num-instances",
-        "2",
-        "--num-replicas",
-        "1",
-        "--ipus-per-replica",
-        "2",
-        *options,
-        sys.executable,
-        str(path),
-    )
+    words = ("-v", *REPLICA, *options, sys.executable, str(path))
     own = (kind, str(culprit), when, str(tmp_path / "saved"))
     return poprun(*words, *own, POPRUN_TEST=str(tmp_path), timeout=120)
 
 
 @pytest.mark.slow
-def test_a_training_over_two_instances_ends_well_and_leaves_nothing(tmp_path):
-    ran = trained(tmp_path)
+def test_a_training_over_two_instances_ends_well_and_leaves_nothing_although_one_has_a_last_file_to_write(tmp_path):
+    ran = trained(tmp_path, "last file", 0, "end")
     assert ran.status == 0, ran.err
     lines = sorted(line for line in ran.out.splitlines() if "trained" in line)
     assert [line.split()[0] for line in lines] == ["[1,0]<stdout>:trained", "[1,1]<stdout>:trained"]
@@ -104,13 +96,29 @@ def test_a_training_over_two_instances_ends_well_and_leaves_nothing(tmp_path):
 
 
 TOGETHER = """
-import numpy as np
-from ipu_jax import configure, make_mesh, popdist
+import jax, jax.numpy as jnp, numpy as np
+from jax.lax import with_sharding_constraint
+from jax.sharding import PartitionSpec as P
+from ipu_jax import Pipeline, Stage, configure, make_mesh, popdist
 
 popdist.init()
 configure(popdist.get_num_local_devices())
 mesh = make_mesh(popdist.get_num_total_replicas(), popdist.get_num_ipus_per_replica(), **popdist.get_further_axes())
 print([sorted({device.process_index for device in group}) for group in mesh.devices[0]], flush=True)
+def mlp(w, x):
+    hidden = with_sharding_constraint(jnp.tanh(x @ w["up"]), P(None, "tensor"))
+    return with_sharding_constraint(hidden @ w["down"], P())
+first = Stage(lambda w, x, batch: mlp(w, batch), params="a", ipu=0)
+last = Stage(lambda w, x, batch: jnp.mean(mlp(w, x) ** 2), params="b", ipu=1)
+spec = {"up": P(None, "tensor"), "down": P("tensor", None)}
+pipeline = Pipeline([first, last], mesh=mesh, gradient_accumulation=3, specs={"a": spec, "b": spec})
+draw = lambda *shape: np.random.default_rng(sum(shape)).standard_normal(shape, np.float32)
+weights, batch = {name: {"up": draw(4, 6), "down": draw(6, 4)} for name in "ab"}, draw(3, 5, 4)
+plain = lambda w, x: jnp.tanh(x @ w["up"]) @ w["down"]
+dense = jnp.mean(plain(weights["b"], plain(weights["a"], batch.reshape(15, 4))) ** 2)
+loss, _ = pipeline.value_and_grad(pipeline.shard(weights), batch)
+np.testing.assert_allclose(loss, dense, rtol=1e-5)
+print("right", flush=True)
 popdist.barrier()
 if popdist.get_instance_index() == 1:
     raise ValueError("a loss of 7")
@@ -119,13 +127,12 @@ popdist.all_reduce(np.zeros(200_000, np.float32))  # in gloo
 
 
 @pytest.mark.slow
-def test_each_instance_has_all_devices_of_its_ipus_and_one_that_is_lost_is_named_and_all_are_gone(tmp_path):
+def test_a_pipeline_has_all_devices_of_its_ipus_and_an_instance_that_is_lost_is_named(tmp_path):
     path = tmp_path / "together.py"
     path.write_text(TOGETHER)
-    words = ("--num-instances", "2", "--num-replicas", "1", "--ipus-per-replica", "2", "--axes", "tensor=2")
-    ran = poprun(*words, sys.executable, str(path), POPRUN_TEST=str(tmp_path))
+    ran = poprun(*REPLICA, "--axes", "tensor=2", sys.executable, str(path), timeout=120, POPRUN_TEST=str(tmp_path))
     assert ran.status == 1, ran.err
-    assert ran.out.count("[[0], [1]]") == 2
+    assert (ran.out.count("[[0], [1]]"), ran.out.count("right")) == (2, 2)
     (report,) = [line for line in ran.err.splitlines() if line.startswith("poprun: instance") and " (host " in line]
     assert report.startswith("poprun: instance 1 "), "the other one fails, too, since its peer is gone"
     assert "ValueError: a loss of 7" in report
@@ -175,20 +182,9 @@ def test_an_instance_that_ends_with_0_too_early_is_named(tmp_path, when, said):
 
 
 @pytest.mark.slow
-def test_a_training_whose_first_instance_has_a_last_file_to_write_is_left_alone(tmp_path):
-    ran = trained(tmp_path, "last file", 0, "end")
-    assert ran.status == 0, ran.err
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "culprit", "letter"),
-    [
-        ("stop", 1, "T (stopped)"),
-        ("stop", 0, "T (stopped)"),
-        ("lock", 1, "S (sleeping)"),
-        ("spin", 0, "R (running)"),
-    ],
+    [("stop", 1, "T (stopped)"), ("stop", 0, "T (stopped)"), ("lock", 1, "S (sleeping)"), ("spin", 0, "R (running)")],
 )
 def test_an_instance_that_is_stuck_is_named_after_5_s(tmp_path, kind, culprit, letter):
     ran = trained(tmp_path, kind, culprit)
@@ -256,39 +252,3 @@ def test_the_traces_of_all_instances_are_one_timeline_on_one_clock(tmp_path):
         mine = [e for e in mine if names[e["pid"], e["tid"]].endswith(f"IPU {ipu}, measured")]
         assert len(mine) == 2
         assert max(e["ts"] for e in mine) < min(e["ts"] + e["dur"] for e in mine)
-
-
-GROUPS = """
-import jax, jax.numpy as jnp, numpy as np
-from jax.lax import with_sharding_constraint
-from jax.sharding import PartitionSpec as P
-from ipu_jax import Pipeline, Stage, configure, make_mesh, popdist
-
-popdist.init()
-configure(popdist.get_num_local_devices())
-mesh = make_mesh(popdist.get_num_total_replicas(), popdist.get_num_ipus_per_replica(), **popdist.get_further_axes())
-def mlp(w, x):
-    hidden = with_sharding_constraint(jnp.tanh(x @ w["up"]), P(None, "tensor"))
-    return with_sharding_constraint(hidden @ w["down"], P())
-first = Stage(lambda w, x, batch: mlp(w, batch), params="a", ipu=0)
-last = Stage(lambda w, x, batch: jnp.mean(mlp(w, x) ** 2), params="b", ipu=1)
-spec = {"up": P(None, "tensor"), "down": P("tensor", None)}
-pipeline = Pipeline([first, last], mesh=mesh, gradient_accumulation=3, specs={"a": spec, "b": spec})
-draw = lambda *shape: np.random.default_rng(sum(shape)).standard_normal(shape, np.float32)
-weights, batch = {name: {"up": draw(4, 6), "down": draw(6, 4)} for name in "ab"}, draw(3, 5, 4)
-plain = lambda w, x: jnp.tanh(x @ w["up"]) @ w["down"]
-dense = jnp.mean(plain(weights["b"], plain(weights["a"], batch.reshape(15, 4))) ** 2)
-loss, _ = pipeline.value_and_grad(pipeline.shard(weights), batch)
-np.testing.assert_allclose(loss, dense, rtol=1e-5)
-print("right")
-"""
-
-
-@pytest.mark.slow
-def test_a_pipeline_has_all_devices_of_its_ipus(tmp_path):
-    path = tmp_path / "groups.py"
-    path.write_text(GROUPS)
-    words = ("--num-instances", "2", "--num-replicas", "1", "--ipus-per-replica", "2", "--axes", "tensor=2")
-    ran = poprun(*words, sys.executable, str(path), timeout=120)
-    assert ran.status == 0, ran.err
-    assert ran.out.count("right") == 2

@@ -132,10 +132,7 @@ def connected(port: int) -> socket.socket:
     raise AssertionError("nobody listens")
 
 
-def hello(instance, fingerprint):
-    return json.dumps({"instance": instance, "fingerprint": fingerprint}).encode() + b"\n"
-
-
+hello = lambda instance, fingerprint: json.dumps({"instance": instance, "fingerprint": fingerprint}).encode() + b"\n"
 SAID = [
     b'{"instance": 1}\n',
     b'{"instance": "1"}\n',
@@ -150,15 +147,8 @@ SAID = [
     b"0" * 96 + b"\n",
     b"",
 ]
-NO_HELLOS = [
-    None,
-    [],
-    {"instance": 1},
-    {"instance": 1, "fingerprint": None},
-    {"instance": 2, "fingerprint": {}},
-    {"instance": "1", "fingerprint": {}},
-    {"instance": 1, "fingerprint": {"flags": ["--epochs 2"]}},
-]
+NO_HELLOS = [None, [], {"instance": 1}, {"instance": 1, "fingerprint": None}, {"instance": 2, "fingerprint": {}}]
+NO_HELLOS += [{"instance": "1", "fingerprint": {}}, {"instance": 1, "fingerprint": {"flags": ["--epochs 2"]}}]
 
 
 def says_anything(port, said, silent):

@@ -53,11 +53,12 @@ for _ in cases:
 """
 
 
-def test_the_handler_of_before_is_there_again_after_the_block():
+def test_a_signal_is_noticed_in_the_block_and_the_handler_of_before_is_there_again_after_it():
     seen = []
     before = signal.signal(signal.SIGTERM, lambda *_: seen.append("mine"))
     try:
         with StopRequest() as stop:
+            assert ([stop.due() for _ in range(3)], stop.asked) == ([False] * 3, False)  # without a signal
             os.kill(os.getpid(), signal.SIGTERM)
             deadline = time.monotonic() + 60
             while not stop.due():
@@ -69,21 +70,10 @@ def test_the_handler_of_before_is_there_again_after_the_block():
         signal.signal(signal.SIGTERM, before)
 
 
-def test_nothing_is_due_without_a_signal():
-    with StopRequest() as stop:
-        assert [stop.due() for _ in range(3)] == [False] * 3
-    assert not stop.asked
-
-
 @pytest.mark.slow
 def test_each_process_ends_as_its_signals_ask_even_in_c_code():
-    with subprocess.Popen(
-        [sys.executable, "-c", CASES],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    words, own = [sys.executable, "-c", CASES], os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(words, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         out, err = process.stdout, process.stderr
         assert out is not None
         assert err is not None

@@ -99,11 +99,7 @@ def test_wrong_meshes_and_feeds_say_what_is_right(of_two):
             "an idle instance": ("the first 1 of 2 devices", "instance 1 would have none", "start fewer instances"),
             "another count": ("mesh lies on 2 processes", "instances=3", "leave it out"),
             "another instance": (f"instance={1 - number}", f"process {number} is instance {number}", "leave it out"),
-            "a mesh of others": (
-                "devices of the processes [0]",
-                "this is process 1",
-                "only where the mesh",
-            ),
+            "a mesh of others": ("devices of the processes [0]", "this is process 1", "only where the mesh"),
             "right": ("nothing was raised",),
         }
         if number == 0:
@@ -248,10 +244,8 @@ def check_rows(found: list[Results], number: int, options: Any, owned: list[list
             real = results[f"{number} batch {at} is real"]
             np.testing.assert_array_equal(real.reshape(-1), batch[:, replicas].reshape(-1) >= 0)
             examples = (batch >= 0).sum()
-            assert results[f"{number} batch {at} counts"].tolist() == [
-                examples,
-                -(-examples // (batch.size // len(batch))),
-            ]
+            updates = -(-examples // (batch.size // len(batch)))
+            assert results[f"{number} batch {at} counts"].tolist() == [examples, updates]
         if not options.get("stream"):
             own = np.concatenate([batch[:, replicas].reshape(-1) for batch in batches])
             # example 0 is also read to see what all are like

@@ -27,9 +27,8 @@ VERSIONS = rf"ipu_jax {re.escape(ipu_jax.__version__)} \(jax \S+, jaxlib \S+, nu
 def test_it_prints_versions_devices_cores_and_a_verified_pipeline():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("JAX_NUM_CPU_DEVICES")
-    done = subprocess.run(
-        [sys.executable, "-m", "ipu_jax"], env=environment, capture_output=True, text=True, timeout=240
-    )
+    command = [sys.executable, "-m", "ipu_jax"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     assert_four_lines(done.stdout, ipus=2)
 

@@ -3,12 +3,12 @@
 import contextlib
 import os
 import pty
-import select
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,17 +27,13 @@ run("command", main)
 LISTENING = "import os, signal, sys; signal.signal(signal.SIGINT, signal.{how}); os.execv(sys.executable, sys.argv[1:])"
 LINES = "    for line in range(100_000): print(line)"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
-
-
-def command_of(body):
-    return [sys.executable, "-c", COMMAND.format(body=body)]
+command_of = lambda body: [sys.executable, "-c", COMMAND.format(body=body)]
 
 
 def shell(script, body):
     """Run a command by a shell's script, in which "$@" is the command; return status, stdout and stderr."""
-    done = subprocess.run(
-        ["bash", "-c", script, "bash", *command_of(body)], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
-    )
+    words = ["bash", "-c", script, "bash", *command_of(body)]
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -130,29 +126,18 @@ def test_after_ctrl_c_a_terminal_has_its_cursor_again():
     body = f"    sys.stdout.write('\\x1b[?25l')\n{STARTED}{BUSY['asleep']}"
     terminal, of_command = pty.openpty()
     take_terminal = f"import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); {LISTENING.format(how='SIG_DFL')}"
-    process = subprocess.Popen(
-        [sys.executable, "-c", take_terminal, *command_of(body)],
-        stdin=of_command,
-        stdout=of_command,
-        stderr=of_command,
-        start_new_session=True,
-        env=ENVIRONMENT,
-    )
+    words = [sys.executable, "-c", take_terminal, *command_of(body)]
+    streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), of_command)
+    process = subprocess.Popen(words, **streams, start_new_session=True, env=ENVIRONMENT)
     os.close(of_command)
-    shown = b""
-    try:
-        while b"started" not in shown:
-            shown += os.read(terminal, 1000)
-        os.write(terminal, b"\x03")
-        assert process.wait(timeout=60) == 130
-    finally:
-        process.kill()
-        process.wait()
-    while select.select([terminal], [], [], 0)[0]:
-        try:
-            shown += os.read(terminal, 1000)
-        except OSError:  # nobody writes to it any more
-            break
+    shown, is_pressed = b"", False
+    with contextlib.suppress(OSError):  # nobody writes to it any more
+        while data := os.read(terminal, 1000):
+            shown += data
+            if b"started" in shown and not is_pressed:
+                is_pressed = os.write(terminal, b"\x03") == 1
+    os.close(terminal)
+    assert process.wait(timeout=60) == 130
     assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
     assert b"\x1b[K" in shown[shown.index(b"started") :], "a line about long work stays"
     assert b"Traceback" not in shown

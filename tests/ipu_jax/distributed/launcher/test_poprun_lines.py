@@ -52,21 +52,6 @@ def joined(snippets):
 
 
 @given(st.data())
-def test_where_a_stream_is_cut_does_not_matter(data):
-    text = data.draw(TEXT)
-    assert pieces_of(data.draw(cut(text))) == pieces_of([text])
-
-
-@given(TEXT)
-def test_text_without_carriage_returns_comes_out_as_its_lines(text):
-    text = text.replace(b"\r", b"")
-    lines = text.split(b"\n")
-    expected = lines[:-1] + ([lines[-1]] if lines[-1] else [])
-    assert [piece.text for piece in pieces_of([text])] == expected
-    assert {piece.kind for piece in pieces_of([text])} <= {"line"}
-
-
-@given(st.data())
 def test_waiting_cuts_lines_but_loses_and_adds_nothing(data):
     text = data.draw(TEXT).replace(b"\r", b"")
     slow = joined(pieces_of(data.draw(cut(text)), seconds=2 * PART_AFTER))
@@ -265,22 +250,8 @@ def test_a_flood_is_shown_in_a_few_times_the_time_of_a_copy(kind):
     assert writer.bytes >= (1 if "bars" in kind else 5 * 8 * len(data))
 
 
-TOKENS = [
-    b"a",
-    b"50%",
-    b" ",
-    b"\n",
-    b"\r",
-    b"\r\n",
-    b"\r  \r",
-    b"\b",
-    b"\x1b",
-    b"[2J",
-    b"\x1b[31m",
-    b"\x1b]0;t",
-    b"\x07",
-]
-TOKENS += [b"\xc2", b"\x9b", "\u2588".encode(), b"[Gloo] Rank ", b"is connected to 1 peer ranks"]
+TOKENS = [b"a", b"50%", b" ", b"\n", b"\r", b"\r\n", b"\r  \r", b"\b", b"\x1b", b"[2J", b"\x1b[31m", b"\x1b]0;t"]
+TOKENS += [b"\x07", b"\xc2", b"\x9b", "\u2588".encode(), b"[Gloo] Rank ", b"is connected to 1 peer ranks"]
 
 
 @given(st.lists(st.sampled_from(TOKENS), max_size=40).map(b"".join), st.sampled_from(["stdout", "stderr"]))
@@ -307,6 +278,15 @@ def test_of_bars_read_at_once_a_terminal_shows_the_last():
     assert writer.data.endswith(b"\r[1,0]<stderr>: 3%")
     shown.show(0, "stderr", b"  \r4")
     assert writer.data.endswith(b"\r\x1b[K")
+
+
+def test_passing_states_of_other_instances_are_not_shown():
+    writer = Written()
+    shown = display(writer)
+    for i in (0, 1):
+        shown.show(i, "stderr", b"\r 1/3\r 2/3\r 3/3" + b"\n" * (i == 0))
+        shown.show(i, "stderr", b"")
+    assert writer.data == b"[1,0]<stderr>: 1/3\n[1,0]<stderr>: 3/3\n[1,1]<stderr>: 3/3\n"
 
 
 def test_what_is_kept_of_a_flood_is_bounded():

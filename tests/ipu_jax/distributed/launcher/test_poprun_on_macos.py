@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import uuid
 
 import pytest
 
@@ -12,19 +11,9 @@ POPRUN = "from support import like_macos; like_macos.hide(); from ipu_jax.distri
 
 
 def poprun(*words, **variables):
-    found = f"{ROOT}:{ROOT / 'tests'}"
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", POPRUN, *words],
-        env=environment(PYTHONPATH=found, **variables),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-@pytest.fixture
-def mark():
-    return uuid.uuid4().hex
+    command = [sys.executable, "-W", "error", "-c", POPRUN, *words]
+    own = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}", **variables)
+    return subprocess.run(command, env=own, capture_output=True, text=True, timeout=120)
 
 
 def test_two_instances_run_to_their_end(tmp_path):

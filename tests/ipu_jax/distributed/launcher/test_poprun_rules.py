@@ -255,14 +255,15 @@ def test_the_task_in_the_lowest_tick_is_what_the_others_wait_for(begun, letters,
     assert (stuck.instance, stuck.pid) == (named, 100 + named)
 
 
-def test_a_wait_that_is_not_in_a_step_is_not_judged_by_ticks():
+def test_what_is_no_step_has_its_own_limit_and_is_not_judged_by_ticks():
     judge = judge_of(2)
     end = stepped(judge, 2, 10, 0.1)
-    beat(judge, 0, end, begun=11, finished=10, finished_at=end, phase=Phase.BUSY, phase_at=end, limit=9.0)
+    at = progress(11, 10, end, Phase.BUSY, end, limit=9.0)
+    judge.beat(Beat(0, 100, "S", dataclasses.replace(at, label="saving")), end)
     beat(judge, 1, end, begun=11, finished=10, finished_at=end, phase_at=0.1)
     stuck = stuck_at(judge, end + 9.1)
     assert judge.by_ticks(stuck, {0: (2, 2), 1: (1, 1)}) == stuck
-    assert stuck.instance == 0
+    assert (stuck.instance, stuck.doing, stuck.limit, stuck.rule) == (0, "was busy with saving", 9, "its own limit")
 
 
 def test_who_ends_or_tells_of_no_steps_or_has_no_beacon_may_run_for_ever():
@@ -438,10 +439,7 @@ def test_times_travel_as_ages():
     assert came.progress.mark == Mark(44.0 - 900, 5, 6)
 
 
-def record(at, message="no", kind="ValueError"):
-    return ErrorRecord(at, kind, message)
-
-
+record = lambda at, message="no", kind="ValueError": ErrorRecord(at, kind, message)
 LOST = record(9.9, "Gloo: Connection closed by peer", "XlaRuntimeError")
 
 
@@ -465,10 +463,7 @@ def test_an_exception_is_not_believed_of_an_instance_that_a_signal_has_ended():
     assert failure_of(0, -9, 10.0, record(1.0)).exit_status == 137
 
 
-def outcome(**values):
-    return Outcome(1, **{"again": True, "stepped": True, **values})
-
-
+outcome = lambda **values: Outcome(1, **{"again": True, "stepped": True, **values})
 STEPLESS = outcome(stepped=False)
 
 

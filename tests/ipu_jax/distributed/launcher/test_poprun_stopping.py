@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import uuid
 from pathlib import Path
 
 import pytest
@@ -33,11 +32,6 @@ def ready():
     if me == 0:
         print("ready", flush=True)
 """
-
-
-@pytest.fixture
-def mark():
-    return uuid.uuid4().hex
 
 
 @pytest.fixture
@@ -133,22 +127,15 @@ def test_nothing_outlives_a_poprun_that_is_killed_and_no_other_folder_is_removed
     for folder in (*others, scratch):
         folder.mkdir(parents=True)
     process = started(body, TMPDIR=str(scratch))
-    (folder,) = run_folders(mark)
+    variables = (Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in marked(mark))
+    (name,) = {text[16:] for each in variables for text in each if text.startswith(b"IPU_JAX_RUN_DIR=")}
+    folder = Path(os.fsdecode(name))
     assert folder.parent == scratch
     process.kill()
     gone_within(mark)
     wait_for(lambda: not folder.exists())
     assert scratch.is_dir()
     assert all(folder.is_dir() for folder in others)
-
-
-def run_folders(mark):
-    return {
-        Path(os.fsdecode(value.split(b"=", 1)[1]))
-        for pid in marked(mark)
-        for value in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if value.startswith(b"IPU_JAX_RUN_DIR=")
-    }
 
 
 @pytest.mark.slow
@@ -176,8 +163,7 @@ while not (run_dir / "end").exists():
     assert process.wait(timeout=60) == 0
 
 
-def letters(pids):
-    return {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids}
+letters = lambda pids: {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids}
 
 
 def test_ctrl_z_stops_the_instances_and_goes_on_with_them(started, mark):
@@ -204,13 +190,8 @@ def test_ctrl_z_stops_the_instances_and_goes_on_with_them(started, mark):
 )
 def test_an_output_that_cannot_be_written_ends_everything(tmp_path, mark, script, status, out, err):
     body = "while True: print('line', flush=True); time.sleep(0.01)"
-    done = subprocess.run(
-        ["bash", "-c", script, "bash", *POPRUN, *TWO, *program(tmp_path, body)],
-        env=environment(POPRUN_TEST=mark),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    words = ["bash", "-c", script, "bash", *POPRUN, *TWO, *program(tmp_path, body)]
+    done = subprocess.run(words, env=environment(POPRUN_TEST=mark), capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.count("\n"), done.stderr) == (status, out, err)
     assert marked(mark) == set()
 
@@ -286,13 +267,8 @@ def test_ctrl_c_on_a_terminal_reaches_the_instances_once(tmp_path, mark):
 def test_nohup_is_respected(tmp_path, mark):
     sent = tmp_path / "sent"
     body = f"print('up', flush=True)\nwhile not Path({str(sent)!r}).exists(): time.sleep(0.05)"
-    command = [*PLAIN_POPRUN, *TWO, *program(tmp_path, body)]
-    process = subprocess.Popen(
-        ["bash", "-c", 'trap "" HUP; exec "$@"', "bash", *command],
-        env=environment(POPRUN_TEST=mark),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    words = ["bash", "-c", 'trap "" HUP; exec "$@"', "bash", *PLAIN_POPRUN, *TWO, *program(tmp_path, body)]
+    process = subprocess.Popen(words, env=environment(POPRUN_TEST=mark), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGHUP)

@@ -8,15 +8,8 @@ import pytest
 from ipu_jax.chips import ChipReport, Memory, Paper, Row
 
 GIB = 2**30
-MEMORY = Memory(
-    arguments=400 * 10**6,
-    results=401 * 10**6,
-    reused=400 * 10**6,
-    temporary=1500 * 10**6,
-    program=15 * 10**6,
-    needed=1916 * 10**6,
-    available=16 * GIB,
-)
+PARTS = {"arguments": 400, "results": 401, "reused": 400, "temporary": 1500, "program": 15, "needed": 1916}  # MB
+MEMORY = Memory(**{name: size * 10**6 for name, size in PARTS.items()}, available=16 * GIB)
 ROWS = tuple(Row(f"all-reduce {k}", "replica x ipu", 1000 - k, 10 ** (9 - k), None, k % 2 > 0, 0.5) for k in range(9))
 REPORT = ChipReport(
     model="TrainStep(Pipeline of 66 stages on 64 IPUs x 16 replicas, 512 micro-batches per update)",
@@ -33,11 +26,7 @@ REPORT = ChipReport(
 )
 TOO_LARGE = dataclasses.replace(REPORT, memory=dataclasses.replace(MEMORY, needed=20 * GIB), mends=("a mend",) * 6)
 UNCOMPILED = dataclasses.replace(
-    TOO_LARGE,
-    memory=Memory(400 * 10**6, 0, 0, None, None, 20 * GIB, 16 * GIB),
-    cycles={},
-    rows=(),
-    paper=None,
+    TOO_LARGE, memory=Memory(400 * 10**6, 0, 0, None, None, 20 * GIB, 16 * GIB), cycles={}, rows=(), paper=None
 )
 
 

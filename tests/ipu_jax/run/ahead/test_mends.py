@@ -81,8 +81,7 @@ def test_each_line_holds_the_bytes_of_the_changed_pipeline(replicas):
     )
 
 
-def names(lines):
-    return [line.partition(":")[0].split("=")[0] for line in lines]
+names = lambda lines: [line.partition(":")[0].split("=")[0] for line in lines]
 
 
 def test_only_what_makes_it_smaller_is_named():

@@ -73,9 +73,8 @@ def test_the_bubble_of_even_stages_has_a_closed_form(schedule, forward, backward
 
 def test_a_task_takes_what_bounds_it_the_most():
     plan = plan_of("grouped", 2)
-    moved = 4 * (D * D + 2 * N * D) + 4 * (
-        1 + N * D
-    )  # weights, input and micro-batch; the sum, and the input kept for B
+    # weights, input and micro-batch; the sum, and the input kept for B
+    moved = 4 * (D * D + 2 * N * D) + 4 * (1 + N * D)
     slow = Kind("toy", "toy", memory=0, flops=1e12, memory_speed=100, clock=CLOCK, link=1, network=1)
     assert estimate(plan, slow, [], {}, written=0).forward == pytest.approx(M * moved / 100)
     assert estimate(plan, slow, [], {"F.1": 10_000}, written=0).forward == pytest.approx(M * 10_000 / CLOCK)

@@ -18,7 +18,7 @@ import time
 import pytest
 
 from ipu_jax.run.observe.monitor import command
-from support.launched import HEEDING, PLAIN_POPRUN, ROOT, environment, recorded
+from support.launched import HEEDING, PLAIN_POPRUN, ROOT, environment, recorded, wait_for
 
 MONITOR = [sys.executable, "-m", "ipu_jax.run.observe.monitor.command"]
 HEEDING_MONITOR = [*HEEDING, *MONITOR]
@@ -176,9 +176,8 @@ class Terminal:
 
 @pytest.fixture
 def terminal(folder):
-    terminal = Terminal(folder)
-    yield terminal
-    terminal.close()
+    with contextlib.closing(Terminal(folder)) as terminal:
+        yield terminal
 
 
 @pytest.mark.fast("q-0", "2-130")
@@ -200,27 +199,24 @@ def test_the_terminal_is_as_before_when_it_ends(terminal, end, status):
 
 
 def test_its_keys_sort_the_rows(folder):
-    with recorded(folder, STEPS) as first, recorded(folder, f"{STEPS}\nbeacon.finished(9)") as second:
-        terminal = Terminal(folder)
-        try:
-            assert shown_pids(terminal) == [first.pid, second.pid]
-            for key, rows in ((b"t", [second, first]), (b"t", [first, second]), (b"T", [second, first])):
-                os.write(terminal.handle, key)
-                assert shown_pids(terminal) == [process.pid for process in rows], key
-        finally:
-            terminal.close()
+    with (
+        recorded(folder, STEPS) as first,
+        recorded(folder, f"{STEPS}\nbeacon.finished(9)") as second,
+        contextlib.closing(Terminal(folder)) as terminal,
+    ):
+        assert shown_pids(terminal) == [first.pid, second.pid]
+        for key, rows in ((b"t", [second, first]), (b"t", [first, second]), (b"T", [second, first])):
+            os.write(terminal.handle, key)
+            assert shown_pids(terminal) == [process.pid for process in rows], key
 
 
 def test_the_screen_says_at_its_end_that_a_process_was_not_there(folder):
-    terminal = Terminal(folder, words=("--pid", "999999"))
-    try:
+    with contextlib.closing(Terminal(folder, words=("--pid", "999999"))) as terminal:
         terminal.read_until(PICTURE)
         os.write(terminal.handle, b"q")
         assert b"ipu-monitor: --pid 999999: " in terminal.read_until(b"all are shown").rpartition(LEAVE)[2]
         assert terminal.process.wait(timeout=60) == 1
         assert termios.tcgetattr(terminal.handle) == terminal.before
-    finally:
-        terminal.close()
 
 
 def shown_pids(terminal):
@@ -232,12 +228,8 @@ def shown_pids(terminal):
 @pytest.mark.fast("settings0-True", "settings1-False")
 @pytest.mark.parametrize(("settings", "is_green"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
 def test_colours_are_for_terminals_that_want_them(folder, settings, is_green):
-    with recorded(folder, STEPS):
-        terminal = Terminal(folder, words=["--once"], **settings)
-        try:
-            shown = terminal.read_until(b"running").decode()
-        finally:
-            terminal.close()
+    with recorded(folder, STEPS), contextlib.closing(Terminal(folder, words=["--once"], **settings)) as terminal:
+        shown = terminal.read_until(b"running").decode()
     codes = {code for text in re.findall(r"\x1b\[([0-9;]*)m", shown) for code in text.split(";")}
     assert ("32" in codes) == is_green
     assert is_green or codes <= {"", "0", "1", "2"}  # bold and dim are not colours
@@ -283,37 +275,28 @@ def test_the_instances_of_a_training_are_shown_with_their_places(tmp_path):
     program = [sys.executable, "-m", "mnist_example.run_sharded_mnist", *TRAINING]
 
     def look():
-        words = [sys.executable, "-m", "ipu_jax.run.observe.monitor.command", "--json"]
+        words = [*MONITOR, "--json"]
         done = subprocess.run(words, env=settings, capture_output=True, text=True, timeout=60, check=True)
         return json.loads(done.stdout)["processes"]
 
-    def look_until(condition):
-        until = time.monotonic() + 200
-        while not condition(found := look()):
-            assert time.monotonic() < until, found
-            time.sleep(0.2)
-        return found
+    def is_training(rows):
+        return len(rows) == 2 and all((row["samples_per_second"] or 0) > 0 for row in rows)
 
     with subprocess.Popen([*PLAIN_POPRUN, *PLACES, *program], env=settings, stdout=subprocess.DEVNULL) as run:
         try:
-            rows = look_until(lambda rows: len(rows) == 2 and all((row["samples_per_second"] or 0) > 0 for row in rows))
+            wait_for(lambda: is_training(look()), 200)
+            rows = look()
             assert [(row["instance"], row["instances"], row["replicas"]) for row in rows] == [(0, 2, 2), (1, 2, 2)]
             assert len({row["run"] for row in rows}) == 1
             for row in rows:
-                assert [(ipu["replica"], ipu["ipu"]) for ipu in row["ipus"]] == [
-                    (row["instance"], 0),
-                    (row["instance"], 1),
-                ]
+                assert [(ipu["replica"], ipu["ipu"]) for ipu in row["ipus"]] == [(row["instance"], k) for k in (0, 1)]
                 assert row["ipus"][0]["stages"][0] == "hidden"
                 assert row["state"] == "running"
                 # an update is 4 micro-batches of 16 images on each of 2 replicas
                 assert row["samples_per_second"] == pytest.approx(128 * row["steps_per_second"])
-            os.kill(rows[1]["pid"], signal.SIGSTOP)
-            look_until(lambda rows: [row["state"] for row in rows][1:] == ["stopped"])
-            os.kill(rows[1]["pid"], signal.SIGCONT)
         finally:
             run.kill()  # its watcher ends the instances
-    look_until(lambda rows: rows == [])
+    wait_for(lambda: look() == [], 200)
     assert list((tmp_path / "records").iterdir()) == []
 
 

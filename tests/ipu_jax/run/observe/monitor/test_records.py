@@ -21,15 +21,11 @@ def own():
     return identity
 
 
-def find(own):
-    return records.find(own, {})
-
-
-def test_there_may_be_no_folder(folder, own):
-    assert find(own) == ([], [])
+find = lambda own: records.find(own, {})
 
 
 def test_a_process_is_found_while_it_lives_and_its_files_are_removed_when_it_was_killed(folder, own):
+    assert find(own) == ([], [])  # there may be no folder
     with recorded(folder, "beacon.finished(2, 6, 60)") as running:
         (record,), ignored = find(own)
         assert ignored == []
@@ -76,15 +72,9 @@ def test_another_containers_or_hosts_record_is_left_alone(folder, own, change):
 
 def valid(own, **changes):
     values = {
-        "format": 3,
-        "command": ["train"],
-        "run": None,
-        "instance": 0,
-        "instances": 1,
-        "replicas": None,
-        "ipus_per_replica": None,
-        "ipus": [{"id": 0, "platform": "cpu", "kind": "cpu"}],
-    }
+        "format": 3, "command": ["train"], "run": None, "instance": 0, "instances": 1, "replicas": None,
+        "ipus_per_replica": None, "ipus": [{"id": 0, "platform": "cpu", "kind": "cpu"}],
+    }  # fmt: skip
     return json.dumps({**values, **changes}).encode()
 
 
@@ -237,9 +227,8 @@ def test_a_file_that_is_another_users_is_not_believed(folder, own, monkeypatch):
 def test_a_process_that_may_not_be_looked_into_is_its_users_nonetheless(folder, own):
     # PR_SET_DUMPABLE: most of its files in /proc are root's from then on
     code = "import ctypes, os; os.geteuid() or os.setuid(65534); ctypes.CDLL(None).prctl(4, 0); print(1); input()"
-    with subprocess.Popen(
-        [sys.executable, "-uc", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as running:
+    words = [sys.executable, "-uc", code]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         assert running.stdout.readline() == "1\n"
         assert os.stat(f"/proc/{running.pid}/environ").st_uid == 0

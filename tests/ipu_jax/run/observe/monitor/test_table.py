@@ -16,31 +16,13 @@ IPUS = tuple(Ipu(k, "cpu", "cpu", k // 2, k % 2, (("mlp", "conv")[k % 2], "head"
 
 def row(**values):
     usual = {
-        "pid": 31939,
-        "user": "somebody",
-        "command": "run-sharded-mnist --pipeline-mode concurrent --epochs 20",
-        "state": "running",
-        "reason": None,
-        "doing": "stepping",
-        "running_seconds": 7384.0,
-        "run": None,
-        "instance": 0,
-        "instances": 2,
-        "replicas": 4,
-        "ipus_per_replica": 2,
-        "ipus": IPUS,
-        "planned_after": None,
-        "planned_updates": None,
-        "step": 1204,
-        "steps_per_second": 19.83,
-        "samples_per_second": 2538.4,
-        "last_step_seconds": 0.052,
-        "seconds_left": None,
-        "busy_share": 0.834,
-        "rss_bytes": 286986240,
-        "device_bytes": None,
-        "device_limit_bytes": None,
-    }
+        "pid": 31939, "user": "somebody", "command": "run-sharded-mnist --pipeline-mode concurrent --epochs 20",
+        "state": "running", "reason": None, "doing": "stepping", "running_seconds": 7384.0,
+        "run": None, "instance": 0, "instances": 2, "replicas": 4, "ipus_per_replica": 2, "ipus": IPUS,
+        "step": 1204, "steps_per_second": 19.83, "samples_per_second": 2538.4, "last_step_seconds": 0.052,
+        "planned_after": None, "planned_updates": None, "seconds_left": None, "busy_share": 0.834,
+        "rss_bytes": 286986240, "device_bytes": None, "device_limit_bytes": None,
+    }  # fmt: skip
     return ProcessRow(**{**usual, **values})
 
 
@@ -51,8 +33,7 @@ def drawn(*rows, width, ignored=(), colours=None, bars=False):
     return [line.rstrip() for line in written.get().splitlines()]
 
 
-def heads(*rows, width):
-    return [column.head for column in fitting(rows, width)]
+heads = lambda *rows, width: [column.head for column in fitting(rows, width)]
 
 
 def test_a_wide_terminal_shows_everything():
