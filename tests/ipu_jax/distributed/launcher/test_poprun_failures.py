@@ -212,6 +212,27 @@ def test_an_instance_that_hangs_before_it_has_a_beacon_is_named_after_the_start_
     assert marked(mark) == set()
 
 
+@pytest.mark.parametrize(
+    ("how", "status", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was ended by SIGKILL"),
+        ("write_error(ValueError('mine')), os._exit(9)", 9, "failed with ValueError: mine (exit status 9)"),
+    ],
+)
+def test_a_failure_that_is_seen_a_moment_later_is_blamed_for_a_lost_connection(tmp_path, how, status, said):
+    body = f"""
+    meet(0)
+    if me == 1:
+        time.sleep(0.05)
+        {how}
+    write_error(RuntimeError("Gloo: Connection closed by peer"))
+    os._exit(1)
+    """
+    ran = poprun(*TWO, *program(tmp_path, body))
+    assert ran.status == status
+    assert re.match(rf"poprun: instance 1 .*{re.escape(said)}$", ran.err.splitlines()[-1])
+
+
 def test_an_exception_is_told_even_if_its_program_takes_its_time_to_end(tmp_path):
     body = """
     if me == 0:
