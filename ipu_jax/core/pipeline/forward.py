@@ -197,6 +197,7 @@ class WithForward:
                 before anything is compiled.
 
         >>> import jax.numpy as jnp
+        >>> from ipu_jax import Pipeline, Stage
         >>> loss = lambda w, x, mb: jnp.mean((mb["x"] @ w - mb["y"]) ** 2)
         >>> stage = Stage(loss, params="w", ipu=0, predict=lambda w, x, mb: mb["x"] @ w)
         >>> pipeline = Pipeline([stage], gradient_accumulation=2)
