@@ -143,7 +143,7 @@ def left_over_in(folder: Path) -> list[Path]:
 
 def _folders_in(folder: Path, names: re.Pattern[str]) -> list[Path]:
     with contextlib.suppress(FileNotFoundError):
-        return [path for path in folder.iterdir() if names.fullmatch(path.name) and path.is_dir()]
+        return [folder / name for name in os.listdir(folder) if names.fullmatch(name) and (folder / name).is_dir()]
     return []
 
 
