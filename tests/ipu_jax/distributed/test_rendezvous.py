@@ -197,7 +197,7 @@ def is_silent(port, count, silent):
     ],
     ids=lambda value: getattr(value, "__name__", repr(value)[:30]),
 )
-def test_a_stranger_on_the_port_gets_no_answer_and_keeps_nobody_waiting(stranger, with_what):
+def test_a_stranger_on_the_port_gets_no_answer_and_keeps_nobody_waiting(stranger, with_what, caplog):
     """Let two instances meet, the second after a stranger has called."""
     port, failed = free_port(), list[BaseException]()
     with contextlib.ExitStack() as service, contextlib.ExitStack() as silent:
@@ -215,6 +215,7 @@ def test_a_stranger_on_the_port_gets_no_answer_and_keeps_nobody_waiting(stranger
         meet(place(1, 2, port, TOKEN), SECRET, seconds=60)  # 200 that are silent would take 400 s one by one
         thread.join(60)
     assert failed == []
+    assert [record.getMessage() for record in caplog.records] == []  # asyncio tells of tasks that are broken off
 
 
 @pytest.mark.parametrize("answer", [b"", b'{"welcome": true}\n', b'{"differ": "you"}\n', b"0" * 96 + b"\n" + b"{}\n"])

@@ -173,7 +173,7 @@ def test_every_schedule_compiles_for_tpu(schedule, mode):
     rounds = 2 if schedule in LOOPED + FOLDED else 1
     assert found["permutes"] == [schedule in TWO_PHASE] * 2 * rounds
     tasks = "FBW" if schedule in SPLIT else "FB"
-    if mode == "basic":  # the first block, those between, the last; in two rounds those of each, and one in the middle
+    if mode == "basic":  # the first block, the blocks between, the last; two rounds have two more of them
         assert found["bodies"] == bodies_of(tasks, 3 if rounds == 1 else 5)
     else:  # folded: there, the fold, and back. Looped: the first blocks of both rounds are alone, too
         classes = 4 if schedule in LOOPED else 3 if schedule in FOLDED else 1
