@@ -169,8 +169,7 @@ def check_leaves(side: Side, dice: Dice) -> None:
         alone = whole.copy()
         if owner is not None:
             alone[np.arange(len(alone)) != owner] = 0
-        leaf.write(value, block := np.zeros_like(whole[index]), index)
-        assert_same_bits(block, alone[index])
+        assert_same_bits(packing.block_of([leaf], lambda _, value=value: value, whole.shape, index), alone[index])
 
 
 def check_moved(one: Side, other: Side) -> None:
@@ -178,12 +177,12 @@ def check_moved(one: Side, other: Side) -> None:
     leaves = {item.leaf.path: np.empty(item.leaf.whole_shape, item.value.dtype) for item in one.items()}
     for _, leaf, *_ in one.items():
         leaves[leaf.path][leaf.part.index] = leaf.in_array(one.wholes[leaf.array])
-    filled, written = _zeros_like(other.wholes), _zeros_like(other.wholes)
-    for _, leaf, *_ in other.items():
-        value, array = leaf.of_whole(leaves[leaf.path]), written[leaf.array]
-        leaf.fill(filled[leaf.array], value)
-        leaf.write(value, array, tuple(slice(0, size) for size in array.shape))
-    assert_same_bits((filled, written), (other.wholes, other.wholes))
+    value_of = lambda leaf: leaf.of_whole(leaves[leaf.path])
+    written = [
+        packing.block_of(held, value_of, whole.shape, (slice(None),) * whole.ndim)
+        for held, whole in zip(other.layout.held_by_array, other.wholes, strict=True)
+    ]
+    assert_same_bits(written, other.wholes)
 
 
 def check_program(side: Side) -> None:
@@ -236,10 +235,12 @@ def check_blocks(side: Side, replicas: int) -> None:
     values = {item.leaf: item.value for item in side.items() if not item.leaf.frozen}
     assert {*blocks.leaves} == values.keys()
     kept = [blocks.kept(k, "x", array.dtype) for k, array in enumerate(blocks.arrays)]
-    arrays = [np.zeros(array.shape_on_mesh(side.spread.ipus), array.dtype) for array in kept]
     leaves = [blocks.kept_leaf(n, blocks.block_of(n)) for n in range(len(blocks.leaves))]
-    for own, leaf in zip(blocks.leaves, leaves, strict=True):
-        leaf.fill(arrays[leaf.array], values[own])
+    of_kept = {leaf: values[own] for own, leaf in zip(blocks.leaves, leaves, strict=True)}
+    held = [[leaf for leaf in leaves if leaf.array == k] for k in range(len(kept))]
+    shapes = [array.shape_on_mesh(side.spread.ipus) for array in kept]
+    both = zip(held, shapes, strict=True)
+    arrays = [packing.block_of(own, of_kept.__getitem__, shape, (slice(None),) * len(shape)) for own, shape in both]
     frozen = {leaf.array for leaf in side.layout.leaves if leaf.frozen}  # there a block is zero, and its slot is not
     for own, leaf in zip(blocks.leaves, leaves, strict=True):
         array, dim = arrays[leaf.array], blocks.chunk_dim(leaf.array)

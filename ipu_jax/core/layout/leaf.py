@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ipu_jax.base.annotations import Dtype, Json, Value
-from ipu_jax.core.layout.tree_parts import Part, resized
+from ipu_jax.core.layout.tree_parts import Part, along, resized
 from ipu_jax.core.mesh.devices import IPU_AXIS
 
 WHOLE: Final = PartitionSpec()
@@ -151,38 +151,31 @@ class Leaf:
         """Return the leaf from the whole array."""
         return self.in_region(array[self.region(array.shape)])
 
-    def fill(self, array: np.ndarray, value: np.ndarray) -> None:
-        """Write the leaf into its whole array, which is 0 beside it."""
-        if self.ipus is None:
-            array[tuple(map(slice, self.shape))] = value
-            return
-        rows = array if self.ipus == 1 else array[None]
-        of_ipus = [value]
-        if self.shard is not None and self.split is not None:
-            missing = self.shard[self.split] * rows.shape[1] - value.shape[self.split]
-            padded = np.pad(value, [(0, missing if d == self.split else 0) for d in range(value.ndim)])
-            of_ipus = np.split(padded, rows.shape[1], self.split)
-        for ipu, own in enumerate(of_ipus, start=self.ipu or 0):
-            if len(rows) == 1 and self.chunks is None:
-                rows[0, ipu : ipu + 1].reshape(-1)[: own.size] = own.reshape(-1)
-            else:
-                rows[:, ipu] = in_chunks(own, (len(rows), *rows.shape[2:]), self.chunks)
-
-    def write(self, value: np.ndarray, block: np.ndarray, index: tuple[slice, ...]) -> None:
-        """Write the leaf into a contiguous block of a slot or of an array that is the leaf itself.
+    def block(self, value: Value, shape: Sequence[int], index: Sequence[slice], numpy: Any = np) -> Value:
+        """Return what a device holds of its array: the leaf, or a part of it, with zeros beside it.
 
         Args:
-            value: the leaf.
-            block: the block of the array at `index`. It contains the row of the leaf, if the array has rows of IPUs.
-            index: where the block is in the array; it has a start and a stop per dim.
+            value: the leaf. No more of it is read than the block needs, unless replicas have chunks of it.
+            shape: the shape of the array.
+            index: where the block is in the array. It has a start and a stop per dim, and one row of IPUs: the leaf's,
+                if the leaf is in one.
+            numpy: `numpy` or `jax.numpy`.
+
+        >>> held = Leaf("w", (3,), "float32", ipus=0, ipu=1)
+        >>> held.block(np.arange(1, 4), (2, 4), (slice(1, 2), slice(0, 4))).tolist()
+        [[1, 2, 3, 0]]
         """
-        if self.ipu is None:
-            part = value[index]  # a slice beyond the end takes the rows that exist
-            block[tuple(map(slice, part.shape))] = part
-        else:
-            row, of_row = self.ipu - index[0].start, index[1:]
-            part = value[of_row] if len(of_row) == value.ndim else value  # a slot of another rank is flat and not split
-            block[row : row + 1].reshape(-1)[: part.size].reshape(part.shape)[...] = part
+        if self.ipus is None:
+            return padded(value[tuple(index)], [part.stop - part.start for part in index], numpy)
+        rows, sizes = tuple(index[self.ipus + 1 :]), tuple(shape[self.ipus + 1 :])
+        if self.shard is not None and self.split is not None:
+            first = index[self.ipus].start * self.shard[self.split]
+            own = value[along(self.split, first, first + self.shard[self.split])]
+            value = padded(own, self.shard, numpy)
+        if self.ipus == 0 and value.shape == sizes:
+            return value[rows][None]
+        chunks = in_chunks(value, (shape[0] if self.ipus == 1 else 1, *sizes), self.chunks, numpy)
+        return chunks[(index[0], *rows)][:, None] if self.ipus == 1 else chunks[(slice(None), *rows)]
 
     # in files
 
@@ -214,6 +207,12 @@ class Leaf:
             first, count, axis = (*plain["rows"], 0)[:3]
             fields |= {"part": Part(0, (first, first + fields["shape"][axis]), axis), "size_of_rows": count}
         return cls(**fields)
+
+
+def padded(array: Value, shape: Sequence[int], numpy: Any = np) -> Value:
+    """Return an array with zeros at the ends of its dims, so that it has this shape; itself, if it has it already."""
+    missing = [(0, size - own) for size, own in zip(shape, array.shape, strict=True)]
+    return numpy.pad(array, missing) if any(map(any, missing)) else array
 
 
 def in_chunks(array: Value, shape: Sequence[int], dim: int | None, numpy: Any = np) -> Value:

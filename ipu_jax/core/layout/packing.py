@@ -17,7 +17,7 @@ from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.layout.layout import Group, PackedLayout
 from ipu_jax.core.layout.leaf import Leaf, PackedArray
 from ipu_jax.core.layout.tree_parts import joined
-from ipu_jax.core.mesh.instances import on_host, put_copy
+from ipu_jax.core.mesh.instances import Index, bounded, on_host, put_copy
 
 _MOST_ROWS: Final = 12
 
@@ -83,25 +83,49 @@ def specs_of(layout: PackedLayout) -> Sharded:
 def shard_tree(tree: Tree, layout: PackedLayout, mesh: Mesh) -> Sharded:
     """Place a tree on the IPUs. Communicates from host to device only; each IPU gets its own part."""
     leaves = layout.leaves_of(tree)
+    return shard_leaves(lambda leaf: leaf.of_whole(leaves[leaf.part.leaf]), layout, mesh)
 
-    def whole(array: PackedArray, held: list[Leaf]) -> np.ndarray:
-        shape, value_of = array.shape_on_mesh(layout.ipus), lambda leaf: leaf.of_whole(leaves[leaf.part.leaf])
-        if held[0].shape == shape:
-            return np.asarray(value_of(held[0]), array.dtype)
-        found = np.zeros(shape, array.dtype)
-        for leaf in held:
-            leaf.fill(found, np.asarray(value_of(leaf)))
-        return found
+
+def shard_leaves(value_of: Callable[[Leaf], Value], layout: PackedLayout, mesh: Mesh) -> Sharded:
+    """Place the leaves of a layout, whose values `value_of` returns. It is asked for leaves of this process only."""
 
     def put(array: PackedArray, held: list[Leaf]) -> jax.Array:
-        sharding = NamedSharding(mesh, array.spec_on_mesh)
+        shape, sharding = array.shape_on_mesh(layout.ipus), NamedSharding(mesh, array.spec_on_mesh)
         if key_impl(array.dtype) is not None:
-            return put_copy(leaves[held[0].part.leaf], sharding)
-        value = whole(array, held)
-        # each device takes a copy of its own block, so that later changes on the host don't reach it
-        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index].copy())
+            return put_copy(value_of(held[0]), sharding)
+
+        def block(index: Index) -> np.ndarray:  # a copy, so that later changes on the host don't reach the device
+            return np.array(block_of(held, lambda leaf: np.asarray(value_of(leaf)), shape, index), array.dtype)
+
+        return jax.make_array_from_callback(shape, sharding, block)
 
     return Sharded([put(*of) for of in zip(layout.arrays, layout.held_by_array, strict=True)], layout)
+
+
+def block_of(
+    held: Sequence[Leaf], value_of: Callable[[Leaf], Value], shape: tuple[int, ...], index: Index, numpy: Any = np
+) -> Value:
+    """Return the block of an array at `index`, made of the leaves in the array, with zeros beside them.
+
+    Args:
+        held: the leaves in the array.
+        value_of: returns the value of a leaf; it is called for leaves in this block only.
+        shape: the shape of the array.
+        index: where the block is.
+        numpy: `numpy` or `jax.numpy`.
+    """
+    index, ipus = bounded(index, shape), held[0].ipus
+    if ipus is None:
+        return held[0].block(value_of(held[0]), shape, index, numpy)
+    rows = list[Value]()
+    for ipu in range(index[ipus].start, index[ipus].stop):
+        leaf = next((leaf for leaf in held if leaf.ipu in (None, ipu)), None)
+        at = (*index[:ipus], slice(ipu, ipu + 1), *index[ipus + 1 :])
+        if leaf is None:
+            rows.append(numpy.zeros([part.stop - part.start for part in at], dtype_named(held[0].dtype)))
+        else:
+            rows.append(leaf.block(value_of(leaf), shape, at, numpy))
+    return rows[0] if len(rows) == 1 else numpy.concatenate(rows, ipus)
 
 
 def shapes_on(layout: PackedLayout, mesh: Mesh) -> Sharded:

@@ -117,6 +117,15 @@ def gathered(mesh: Mesh, numbers: Sequence[float]) -> npt.NDArray[np.float64]:
     return on_host(rows).view(np.float64)
 
 
+def bounded(index: Index, shape: Sequence[int]) -> Index:
+    """Return the index of a block with a start and a stop per dim.
+
+    >>> bounded((slice(None), slice(2, None)), (3, 4))
+    (slice(0, 3, None), slice(2, 4, None))
+    """
+    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
+
+
 def device_blocks(shape: tuple[int, ...], index_of: Mapping[Device, Index | None]) -> list[tuple[Index, list[Device]]]:
     """Return the blocks into which devices divide an array, in order, and the devices that hold each block.
 

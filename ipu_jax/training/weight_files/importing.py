@@ -25,7 +25,7 @@ from ipu_jax.base.annotations import Device, Params, Tree, Value
 from ipu_jax.base.keys import is_key
 from ipu_jax.base.opening import content, reading
 from ipu_jax.core.layout.leaf import Leaf
-from ipu_jax.core.layout.packing import Sharded
+from ipu_jax.core.layout.packing import Sharded, block_of
 from ipu_jax.core.mesh.instances import Index, device_blocks
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.weight_files._npz import NpzFile
@@ -348,16 +348,14 @@ def _placed_array(
     shape: tuple[int, ...], sharding: Sharding, parts: Sequence[tuple[str, Leaf]], read: Read
 ) -> jax.Array:
     """Return an array of this shape that has these leaves, all of one dtype, and zeros where there is none."""
-    dtype, value = jnp.dtype(parts[0][1].dtype), functools.cache(lambda name, leaf: leaf.of_whole(read(name)))
+    names = {leaf: name for name, leaf in parts}
+    of_all = functools.cache(lambda leaf: leaf.of_whole(read(names[leaf])))
+    # a leaf of all IPUs is read once for all blocks; another one has a single block
+    value_of = lambda leaf: of_all(leaf) if leaf.ipu is None else leaf.of_whole(read(names[leaf]))
+    dtype = jnp.dtype(parts[0][1].dtype)
 
     def block(index: Index) -> np.ndarray:
-        rows = np.zeros([part.stop - part.start for part in index], dtype)
-        for name, leaf in parts:
-            if leaf.ipu is None:
-                leaf.write(value(name, leaf), rows, index)  # for all blocks it is read once
-            elif index[0].start <= leaf.ipu < index[0].stop:
-                leaf.write(leaf.of_whole(read(name)), rows, index)
-        return rows
+        return np.array(block_of([leaf for _, leaf in parts], value_of, shape, index), dtype)
 
     return _on_devices(shape, sharding, block)
 
