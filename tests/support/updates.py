@@ -48,7 +48,8 @@ def spread(pipeline, optimizers, params, gradients, replicas):
     of_gradients = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
     blocks = Blocks(placed.layout, replicas=replicas)
     updates = {name: ShardedUpdate(optimizer, blocks) for name, optimizer in optimizers.items()}
-    states = {name: update.init(jax.tree.leaves(params), pipeline.mesh) for name, update in updates.items()}
+    trained = dict(zip(blocks.leaves, jax.tree.leaves(params), strict=True))
+    states = {name: update.init(trained.__getitem__, pipeline.mesh) for name, update in updates.items()}
     specs = {name: packing.specs_of(state.layout) for name, state in states.items()}
 
     def one(update, carry, at):

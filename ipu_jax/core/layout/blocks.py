@@ -180,6 +180,14 @@ class Blocks:
 
     # inside the program
 
+    def first_average(self, params: Params) -> Sharded:
+        """Return the weights as their own average: this IPU's arrays of `averages`. Communicates nothing."""
+        arrays = []
+        for k, (own, kept) in enumerate(zip(self.chunks_of(params), self.averages.arrays, strict=True)):
+            mask, value = self.leaf_mask(k), own.astype(kept.dtype)
+            arrays.append((value if mask is None else jnp.where(mask, value, 0))[None, None])
+        return Sharded(arrays, self.averages)
+
     def chunks_of(self, params: Params) -> list[Value]:
         """Return this replica's chunk of each block of the weights. Communicates nothing."""
         return [self.replica_chunk(k, array) for k, array in enumerate(to_blocks(params))]

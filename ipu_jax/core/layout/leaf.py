@@ -151,6 +151,10 @@ class Leaf:
         """Return the leaf from the whole array."""
         return self.in_region(array[self.region(array.shape)])
 
+    def is_at(self, index: Sequence[slice]) -> bool:
+        """Return whether a block of its array, with one row of IPUs, contains the leaf, or a part of it."""
+        return self.ipus is None or self.ipu is None or self.ipu == index[self.ipus].start
+
     def block(self, value: Value, shape: Sequence[int], index: Sequence[slice], numpy: Any = np) -> Value:
         """Return what a device holds of its array: the leaf, or a part of it, with zeros beside it.
 

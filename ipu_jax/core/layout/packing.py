@@ -71,7 +71,7 @@ class Sharded(Shown):
         """
         if key not in self.keys():
             raise KeyError(f"{key!r} is not a group: there are {', '.join(map(repr, self.keys()))}")
-        return joined(jax.tree.map(_reader(self), self.layout.tree_of(lambda leaf: leaf)[key]))
+        return joined(jax.tree.map(reader(self), self.layout.tree_of(lambda leaf: leaf)[key]))
 
 
 def specs_of(layout: PackedLayout) -> Sharded:
@@ -119,8 +119,8 @@ def block_of(
         return held[0].block(value_of(held[0]), shape, index, numpy)
     rows = list[Value]()
     for ipu in range(index[ipus].start, index[ipus].stop):
-        leaf = next((leaf for leaf in held if leaf.ipu in (None, ipu)), None)
         at = (*index[:ipus], slice(ipu, ipu + 1), *index[ipus + 1 :])
+        leaf = next((leaf for leaf in held if leaf.is_at(at)), None)
         if leaf is None:
             rows.append(numpy.zeros([part.stop - part.start for part in at], dtype_named(held[0].dtype)))
         else:
@@ -159,10 +159,10 @@ def unshard_tree(sharded: Sharded) -> Tree:
 
     Communicates one all-gather per array that is split over several instances.
     """
-    return joined(sharded.layout.tree_of(_reader(sharded)))
+    return joined(sharded.layout.tree_of(reader(sharded)))
 
 
-def _reader(sharded: Sharded) -> Callable[[Leaf], Value]:
+def reader(sharded: Sharded) -> Callable[[Leaf], Value]:
     """Return a function that reads a leaf, whole and without padding; None if no array has it. It reads arrays once."""
 
     @functools.cache

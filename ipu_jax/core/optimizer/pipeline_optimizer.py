@@ -42,7 +42,8 @@ class PipelineOptimizer:
     def init(self, params: Sharded) -> Sharded:
         """Return the optimizer's first state.
 
-        Communicates like `Pipeline.unshard`. It cannot be called inside `jax.jit`.
+        Communicates nothing, unless the state copies weights: those like `Pipeline.unshard`. It cannot be called inside
+        `jax.jit`.
 
         Args:
             params: from `Pipeline.shard`.
@@ -52,9 +53,7 @@ class PipelineOptimizer:
                 weights are of another pipeline, or `jax.jit` traces the call.
         """
         _check_concrete("init", params)
-        update, whole = self._update_for(params), self._pipeline.unshard(params)
-        trained = self._rule.as_trained(params.layout).trained_leaves(whole)
-        return update.init(trained, self._pipeline.mesh)
+        return self._update_for(params).init(packing.reader(params), self._pipeline.mesh)
 
     def apply(
         self, gradients: Sharded, state: Sharded, params: Sharded, value: Value = None

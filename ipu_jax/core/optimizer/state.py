@@ -14,15 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from ipu_jax.base.annotations import Dtype, Params, Tree, Value, Var
+from ipu_jax.base.annotations import Dtype, Tree, Value, Var
 from ipu_jax.base.keys import dtype_named
 from ipu_jax.core.layout.blocks import Blocks
 from ipu_jax.core.layout.layout import Group, PackedLayout
 from ipu_jax.core.layout.leaf import Leaf, PackedArray
 from ipu_jax.core.layout.packing import Sharded
-from ipu_jax.core.layout.tree_parts import Part, is_rows, joined
+from ipu_jax.core.layout.tree_parts import Part, is_rows
 from ipu_jax.core.optimizer._analysis import UpdateAnalysis
 
 
@@ -113,10 +112,6 @@ class StateLayout:
     def is_flat(self, i: int) -> bool:
         """Return whether a leaf's owner keeps part `i` of the state in its own shape, in a flat array."""
         return self.variables[i] in self._analysis.owned
-
-    def init(self, optimizer: optax.GradientTransformation, params: Params) -> Tree:
-        """Return an optimizer's first state, whole, for the logical tree of whole weights."""
-        return jax.jit(optimizer.init)(joined(params))
 
     def check_whole(self, state: Tree) -> None:
         """Raise `ValueError` unless optax's state tree is of this optimizer and for these weights."""

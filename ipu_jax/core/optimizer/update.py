@@ -19,9 +19,12 @@ from jax.extend import core
 from jax.sharding import Mesh
 
 from ipu_jax.base.annotations import Dtype, Params, Tree, Value, Var
-from ipu_jax.base.jaxprs import bound, read_by
+from ipu_jax.base.jaxprs import bound, laid_open, read_by
 from ipu_jax.core.layout.blocks import Blocks, from_blocks, gather
+from ipu_jax.core.layout.born import born
+from ipu_jax.core.layout.leaf import Leaf
 from ipu_jax.core.layout.packing import Sharded, shard_tree
+from ipu_jax.core.layout.tree_parts import joined
 from ipu_jax.core.mesh.axes import rounded
 from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.mesh.guard import SLOT, Fence, guard
@@ -65,10 +68,26 @@ class ShardedUpdate:
         jaxpr = self.analysis.jaxpr
         return self._loss in read_by(jaxpr.eqns, jaxpr.outvars)
 
-    def init(self, trained: Sequence[Value], mesh: Mesh) -> Sharded:
-        """Place the optimizer's first state for the whole trained leaves."""
-        whole = self.state_layout.init(self.optimizer, self.blocks.logical_tree(trained))
-        return shard_tree(whole, self.state_layout.layout, mesh)
+    def init(self, value_of: Callable[[Leaf], Value], mesh: Mesh) -> Sharded:
+        """Make the optimizer's first state where it is kept.
+
+        Args:
+            value_of: returns the whole value of a trained leaf. It is asked for the leaves that the state copies only;
+                most optimizers begin with zeros.
+            mesh: the mesh of the IPUs.
+        """
+        leaves = self.blocks.leaves
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+        first = lambda trained: jax.tree.leaves(self.first_state(trained))
+        closed = laid_open(jax.make_jaxpr(first)(shapes))
+        read = set(read_by(closed.jaxpr.eqns, closed.jaxpr.outvars))
+        both = zip(closed.jaxpr.invars, leaves, strict=True)
+        args = [value_of(leaf) if v in read else None for v, leaf in both]
+        return born(closed, args, [self.state_layout.layout], mesh)[0]
+
+    def first_state(self, trained: Sequence[Value]) -> Tree:
+        """Return the optimizer's first state, whole, as optax makes it, for whole trained leaves."""
+        return self.optimizer.init(joined(self.blocks.logical_tree(trained)))
 
     def restore(self, state: Tree, mesh: Mesh) -> Sharded:
         """Place a whole state of optax in the same way as `init` does with the first state.

@@ -51,6 +51,7 @@ from ipu_jax.core.pipeline.arguments import (
     mesh_for,
 )
 from ipu_jax.core.pipeline.forward import WithForward
+from ipu_jax.core.pipeline.init_function import InitFunction, weights_of
 from ipu_jax.core.pipeline.placed_stages import PlacedStages
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.core.stage import Stage
@@ -284,6 +285,38 @@ class Pipeline(Foreseen, WithForward, Shown):
         """
         check_there(self.mesh, "shard", "shard_shapes(params)")
         return packing.shard_tree(params, self.placement.weights.layout(params), self.mesh)
+
+    @facts.during("making weights")
+    def init(self, init_fn: Function, *args: Tree) -> Sharded:
+        """Make weights on the IPUs that hold them: `shard(init_fn(*args))`, of which no host or device has the whole.
+
+        The function is traced once. Each IPU computes the part of it that its own leaves need, and each instance
+        computes for its own IPUs only. The numbers are those that `jax.jit(init_fn)(*args)` computes on one device. An
+        IPU needs memory for its weights, and for its largest leaves in one piece. Communicates from host to device
+        only.
+
+        Args:
+            init_fn: `init_fn(*args)` returns whole weights, as `shard` takes them. It draws by `jax.random`. A function
+                that calls the host is computed whole on one device, and a warning says so.
+            args: what it takes: a key, perhaps inputs; pytrees of arrays, the same on every instance.
+
+        Returns:
+            As `shard`.
+
+        Raises:
+            ValueError: it is not a function, it takes or returns something else than arrays, or as in `shard`.
+
+        >>> import jax, jax.numpy as jnp
+        >>> from ipu_jax import Pipeline, Stage
+        >>> stage = lambda w, x, mb: jnp.mean((mb @ w) ** 2)
+        >>> pipeline = Pipeline([Stage(stage, params="w", ipu=0)], gradient_accumulation=2)
+        >>> params = pipeline.init(lambda key: {"w": jax.random.normal(key, (3, 1))}, jax.random.key(0))
+        >>> params["w"].shape
+        (3, 1)
+        """
+        check_there(self.mesh, "init", "shard_shapes(jax.eval_shape(init_fn, *args))")
+        init = InitFunction.traced(init_fn, args)
+        return weights_of(init, self.placement.weights.layout(init.shapes), self.mesh, stacklevel=4)
 
     def shard_shapes(self, params: Params) -> Sharded:
         """Return the result of `shard` with `jax.ShapeDtypeStruct`s in place of arrays, for `import_weights(like=)`.

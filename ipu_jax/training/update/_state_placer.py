@@ -4,6 +4,7 @@
                                      <-- whole --
 """
 
+import dataclasses
 from collections.abc import Mapping
 
 import jax
@@ -14,13 +15,15 @@ from jax.sharding import NamedSharding
 
 from ipu_jax.base.annotations import Batch, Key, Params, Tree, Value
 from ipu_jax.base.keys import with_keys, without_keys
+from ipu_jax.core.layout import packing
 from ipu_jax.core.layout.blocks import Blocks, from_blocks, gather
 from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.layout.leaf import WHOLE
-from ipu_jax.core.layout.packing import Sharded, shapes_on, shard_tree, unshard_tree
+from ipu_jax.core.layout.packing import Sharded, reader, shapes_on, shard_tree, unshard_tree, whole_shapes
 from ipu_jax.core.mesh.instances import put_copy, shapes_by
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.core.options import TrainOptions
+from ipu_jax.core.pipeline.init_function import InitFunction
 from ipu_jax.core.step_args import StepArgs, given_dims
 from ipu_jax.training.update._precision import held_in, initial_scale
 from ipu_jax.training.update.models import Model, specs_of
@@ -67,17 +70,60 @@ class StatePlacer:
         of_stages, params = self._placed_stages(stages), self._in_held(params)
         placed = self.model.place(params)
         update, mesh = self.update_for(placed), self.model.mesh
-        trained = update.blocks.layout.trained_leaves(params)
-        optimizer = update.init([jnp.asarray(value) for value in trained], mesh)
+        trained = dict(zip(update.blocks.leaves, update.blocks.layout.trained_leaves(params), strict=True))
+        optimizer = update.init(trained.__getitem__, mesh)
         ema = None if self._options.ema_decay is None else shard_tree(params, update.blocks.averages, mesh)
-        scale = initial_scale(self._options)
-        return self._state(placed, optimizer, of_stages, scale=scale, step=0, key=key, ema=ema)
+        return self._first(placed, optimizer, of_stages, key, ema)
+
+    def first_of_placed(self, params: Sharded, stages: Tree, key: Key) -> TrainState:
+        """Return what `first` returns, for weights that are placed as this step places them: they are copied there."""
+        of_stages = self._placed_stages(stages)
+        placed = dataclasses.replace(params, arrays=[*map(jnp.copy, params.arrays)])
+        update, ema = self.update_for(placed), None
+        if self._options.ema_decay is not None:
+            in_specs, out_specs = (specs_of(placed),), packing.specs_of(update.blocks.averages)
+            ema = jax.jit(self.model.on_ipus(update.blocks.first_average, in_specs=in_specs, out_specs=out_specs))(
+                placed
+            )
+        return self._first(placed, update.init(reader(placed), self.model.mesh), of_stages, key, ema)
+
+    def is_placed(self, params: Sharded) -> bool:
+        """Return whether weights are placed as this step places them."""
+        if not self.model.has(params) or any(array.sharding.mesh != self.model.mesh for array in params.arrays):
+            return False
+        return self._placed_shapes(whole_shapes(params.layout)).layout == params.layout
+
+    def born(self, init: InitFunction, stages: Tree, key: Key) -> TrainState:
+        """Return what `first` returns, for the weights that a function makes: each IPU makes its own part of it."""
+        of_stages, placed = self._placed_stages(stages), self._placed_shapes(init.shapes)
+        layout, update = self.model.layout(placed), self.update_for(placed)
+        averages = [] if self._options.ema_decay is None else [update.blocks.averages]
+
+        def everything(params: Params) -> list[Tree]:
+            params = self._in_held(params)
+            optimizer = update.first_state(update.blocks.layout.trained_leaves(params))
+            return [layout.leaves_of(params), optimizer, *[layout.leaves_of(params) for _ in averages]]
+
+        layouts = [layout, update.state_layout.layout, *averages]
+        made, optimizer, *ema = init.then(everything).born(layouts, self.model.mesh)
+        params = made if isinstance(placed, Sharded) else jax.tree.unflatten(layout.treedef, made.arrays)
+        return self._first(params, optimizer, of_stages, key, ema[0] if ema else None)
+
+    def weights(self, params: Params) -> PackedLayout:
+        """Return where the leaves of whole weights go, or of their shapes."""
+        return self.model.layout(self._placed_shapes(params))
+
+    def _placed_shapes(self, params: Params) -> Params:
+        return self.model.runs.shard_shapes(self._in_held(jax.tree.map(_shape_of, params)))
+
+    def _first(self, params: Params, optimizer: Sharded, stages: Tree, key: Key, ema: Value) -> TrainState:
+        return self._state(params, optimizer, stages, scale=initial_scale(self._options), step=0, key=key, ema=ema)
 
     def shapes(self, params: Params, stages: Tree, key: Key) -> TrainState:
         """Return what `first` returns, with the shape, dtype and sharding of each array in place of the array."""
         model = self.model
         of_stages = model.runs.shard_state_shapes(stages) if self._check_stages(stages) else None
-        placed = model.runs.shard_shapes(self._in_held(jax.tree.map(_shape_of, params)))
+        placed = self._placed_shapes(params)
         update = self.update_for(placed)
         count = jax.ShapeDtypeStruct((), np.int32)
         state = TrainState(

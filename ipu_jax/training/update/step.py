@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ipu_jax.base import facts, status
 from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
 from ipu_jax.base.decorators import public_on_mesh
+from ipu_jax.base.showing import counted
 from ipu_jax.core.layout.leaf import WHOLE
 from ipu_jax.core.layout.packing import Sharded, batch_shapes, check_alive, unshard_tree, whole_shapes
 from ipu_jax.core.mesh.devices import REPLICA_AXIS, check_there
@@ -33,6 +34,7 @@ from ipu_jax.core.optimizer.pipeline_optimizer import checked_optimizer
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.pipeline.arguments import count_samples
+from ipu_jax.core.pipeline.init_function import InitFunction, is_init_function
 from ipu_jax.core.proof.exact import exact_options
 from ipu_jax.core.step_args import StepArgs, given_dims, with_dims, without_dims
 from ipu_jax.training.update._alike import Alike
@@ -138,13 +140,16 @@ class TrainStep:
 
     @facts.during("placing the state")
     @jax.transfer_guard("allow")  # the caller asks for this transfer
-    def init(self, params: Params, *, stages: Tree = None, key: Key = None) -> TrainState:
-        """Place whole weights, and the optimizer's first state for them, on the IPUs.
+    def init(self, params: Params | Function, *args: Tree, stages: Tree = None, key: Key = None) -> TrainState:
+        """Place weights, and the optimizer's first state for them, on the IPUs.
 
         Args:
-            params: `{group: pytree}` for a pipeline, or placed weights, as `Pipeline.shard`
-                returns them; any pytree of floating arrays for a function. They are copied. Placed weights are made
-                whole first, which communicates as `Pipeline.unshard` does.
+            params: a function that makes the weights, as for `Pipeline.init`; or whole weights, `{group: pytree}` for a
+                pipeline, any pytree of floating arrays for a function; or placed weights, as `Pipeline.shard` and
+                `import_weights` return them. Of a function each IPU computes its own weights, the optimizer's state
+                for them and their average: nothing is whole anywhere. Weights are copied. Those of another pipeline
+                are made whole first, which communicates as `Pipeline.unshard` does.
+            args: what the function takes, such as a key; else nothing.
             stages: `{group: pytree}` if a pipeline's stages hold state, else None.
             key: a typed key if the model or the rounding is random. Otherwise it is not used, and a warning says so.
 
@@ -152,12 +157,31 @@ class TrainStep:
             ValueError: the weights don't fit the model, a key is missing, the stages' state is missing or superfluous,
                 the optimizer needs a divided leaf in one piece, or the IPUs are only described (then use `shapes`).
                 Nothing has been compiled by then.
+
+        >>> step = make_train_step(lambda w, rows: jnp.mean((rows @ w) ** 2), optax.adam(0.1))
+        >>> state = step.init(lambda key: jax.random.normal(key, (3,)), jax.random.key(0))
+        >>> state.params.shape
+        (3,)
         """
         check_there(self.mesh, "init", "shapes(params)")
+        key = self._arguments.key_for_state(key)
+        if is_init_function(params):
+            init = InitFunction.traced(params, args)
+            init.warn(self._placer.weights(init.shapes), stacklevel=4)
+            if not init.calls_host:
+                given = {"arguments": init.args, "constants": init.closed.consts}
+                return self._alike.noted(self._placer.born(init, stages, key), given, stages, key)
+            params = init.whole()
+        elif args:
+            raise ValueError(
+                f"init got {counted(len(args), 'argument')} after the weights: a function of them takes these, "
+                "init(init_fn, key); the key of a random step is init(params, key=...)"
+            )
         if isinstance(params, Sharded):
             check_alive("params", params)
+            if self._placer.is_placed(params):
+                return self._placer.first_of_placed(params, stages, key)
             params = unshard_tree(params)
-        key = self._arguments.key_for_state(key)
         return self._alike.noted(self._placer.first(params, stages, key), params, stages, key)
 
     def shapes(self, params: Params, *, stages: Tree = None, key: Key = None) -> TrainState:
