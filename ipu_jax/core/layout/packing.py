@@ -94,8 +94,8 @@ def shard_leaves(value_of: Callable[[Leaf], Value], layout: PackedLayout, mesh: 
         if key_impl(array.dtype) is not None:
             return put_copy(value_of(held[0]), sharding)
 
-        def block(index: Index) -> np.ndarray:  # a copy, so that later changes on the host don't reach the device
-            return np.array(block_of(held, lambda leaf: np.asarray(value_of(leaf)), shape, index), array.dtype)
+        def block(index: Index | None) -> np.ndarray:  # a copy: later changes on the host don't reach the device
+            return np.array(block_of(held, lambda leaf: np.asarray(value_of(leaf)), shape, index or ()), array.dtype)
 
         return jax.make_array_from_callback(shape, sharding, block)
 

@@ -231,11 +231,11 @@ def test_a_loss_function_of_replicas_is_initialized():
 def test_each_ipu_computes_its_own_leaves_only(monkeypatch):
     """Count the leaves that are drawn: 4 layers and a table that 2 IPUs hold; an optimizer's zeros are no program."""
     drawn: list[int] = []
-    part_of = born.part_of
+    pieces = born._pieces
 
-    def noted(closed: Any, invars: Any, eqns: Any, outvars: Any) -> Any:
+    def noted(eqns: Any, outvars: Any) -> Any:
         drawn.append(sum(eqn.primitive.name == "random_bits" for eqn in eqns))
-        return part_of(closed, invars, eqns, outvars)
+        return pieces(eqns, outvars)
 
     def loss(params, mb):
         x = params["table"][mb["ids"]]
@@ -247,7 +247,7 @@ def test_each_ipu_computes_its_own_leaves_only(monkeypatch):
         table, *keys = jax.random.split(key, 5)
         return {"table": jax.random.normal(table, (WORDS, D)), "layers": [jax.random.normal(k, (D, D)) for k in keys]}
 
-    monkeypatch.setattr(born, "part_of", noted)
+    monkeypatch.setattr(born, "_pieces", noted)
     shapes = jax.eval_shape(init, KEY)
     pipeline = Pipeline.from_function(loss, shapes, {"ids": IDS}, ipus=2)
     own = [sum("layers" in leaf.path for leaf in group.leaves) for group in pipeline.shard_shapes(shapes).layout.groups]
