@@ -59,15 +59,16 @@ def sequences(seed: int, count: int = 128) -> dict[str, np.ndarray]:
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-def make_params() -> dict:
-    return jax.jit(GPT().init)(jax.random.key(0), jnp.zeros((B, LENGTH), jnp.int32))["params"]
+def init(key) -> dict:
+    return GPT().init(key, jnp.zeros((B, LENGTH), jnp.int32))["params"]
 
 
 def make_step() -> tuple[TrainStep, TrainState]:
-    params, micro_batch = make_params(), {name: rows[:B] for name, rows in sequences(0).items()}
-    pipeline = Pipeline.from_function(loss, params, micro_batch, ipus=4, gradient_accumulation=M)  # pipeline
+    key, micro_batch = jax.random.key(0), {name: rows[:B] for name, rows in sequences(0).items()}
+    shapes = jax.eval_shape(init, key)
+    pipeline = Pipeline.from_function(loss, shapes, micro_batch, ipus=4, gradient_accumulation=M)  # pipeline
     step = make_train_step(pipeline, optax.adam(3e-3))  # pipeline
-    return step, step.init(params)
+    return step, step.init(init, key)
 
 
 def main(folder: str, updates: str = "20") -> None:

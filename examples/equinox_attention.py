@@ -75,12 +75,15 @@ def clouds(seed: int, count: int = 128) -> dict[str, np.ndarray]:
     return {"points": points, "radius": np.linalg.norm(points, axis=-1).max(-1)}
 
 
+def init(key) -> Radius:
+    return eqx.filter(Radius(key), eqx.is_inexact_array)
+
+
 def make_step() -> tuple[TrainStep, TrainState]:
-    params = eqx.filter(eqx.filter_jit(make_model)(), eqx.is_inexact_array)
-    micro_batch = {name: rows[:B] for name, rows in clouds(0).items()}
-    pipeline = Pipeline.from_function(loss, params, micro_batch, ipus=2, gradient_accumulation=M)
+    key, micro_batch = jax.random.key(0), {name: rows[:B] for name, rows in clouds(0).items()}
+    pipeline = Pipeline.from_function(loss, jax.eval_shape(init, key), micro_batch, ipus=2, gradient_accumulation=M)
     step = make_train_step(pipeline, optax.adam(1e-2))
-    return step, step.init(params, key=jax.random.key(1))
+    return step, step.init(init, key, key=jax.random.key(1))
 
 
 def main(folder: str, updates: str = "20") -> None:

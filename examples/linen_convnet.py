@@ -69,16 +69,25 @@ def images(seed: int, count: int = 128) -> dict[str, np.ndarray]:
     return {"images": noisy[..., None].astype(np.float32), "labels": labels.astype(np.int32)}
 
 
-def make_variables() -> dict:
-    return jax.jit(lambda: ConvNet().init(jax.random.key(0), images(0)["images"][:1], train=False))()
+def variables(key) -> Any:
+    return ConvNet().init(key, images(0)["images"][:1], train=False)
+
+
+def init(key) -> dict:
+    return variables(key)["params"]
+
+
+def make_stats() -> dict:
+    """Return the running averages before training. XLA leaves the weights out."""
+    return jax.jit(lambda key: variables(key)["batch_stats"])(jax.random.key(0))
 
 
 def make_step() -> tuple[TrainStep, TrainState]:
-    variables, micro_batch = make_variables(), {name: rows[:B] for name, rows in images(0).items()}
-    params, stats = variables["params"], variables["batch_stats"]
-    pipeline = Pipeline.from_function(loss, params, micro_batch, state=stats, ipus=2, gradient_accumulation=M)
+    key, stats, micro_batch = jax.random.key(0), make_stats(), {name: rows[:B] for name, rows in images(0).items()}
+    shapes = jax.eval_shape(init, key)
+    pipeline = Pipeline.from_function(loss, shapes, micro_batch, state=stats, ipus=2, gradient_accumulation=M)
     step = make_train_step(pipeline, optax.adam(1e-2))
-    return step, step.init(params, stages=stats, key=jax.random.key(1))
+    return step, step.init(init, key, stages=stats, key=jax.random.key(1))
 
 
 def main(folder: str, updates: str = "20") -> None:

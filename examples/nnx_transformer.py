@@ -92,12 +92,15 @@ def sequences(seed: int, count: int = 128) -> dict[str, np.ndarray]:
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
+def init(key) -> nnx.State:
+    return nnx.state(Transformer(nnx.Rngs(key)), nnx.Param)
+
+
 def make_step() -> tuple[TrainStep, TrainState]:
-    params = nnx.state(nnx.jit(make_model)(), nnx.Param)
-    micro_batch = {name: rows[:B] for name, rows in sequences(0).items()}
-    pipeline = Pipeline.from_function(loss, params, micro_batch, ipus=2, gradient_accumulation=M)
+    key, micro_batch = jax.random.key(0), {name: rows[:B] for name, rows in sequences(0).items()}
+    pipeline = Pipeline.from_function(loss, jax.eval_shape(init, key), micro_batch, ipus=2, gradient_accumulation=M)
     step = make_train_step(pipeline, optax.adam(1e-2))
-    return step, step.init(params, key=jax.random.key(1))
+    return step, step.init(init, key, key=jax.random.key(1))
 
 
 def main(folder: str, updates: str = "20") -> None:

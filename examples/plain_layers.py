@@ -8,6 +8,7 @@ Run it again with more updates, and it continues: python -m examples.plain_layer
 
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -34,13 +35,10 @@ def loss(params, micro_batch):
     return jnp.mean((outputs(params, micro_batch) - micro_batch["y"]) ** 2)
 
 
-def make_layers() -> list[dict[str, np.ndarray]]:
-    random = np.random.default_rng(0)
+def init(key) -> list[dict[str, jax.Array]]:
     shapes = {"in": (FEATURES, 2 * FEATURES), "out": (2 * FEATURES, FEATURES)}
-    return [
-        {name: random.normal(scale=0.2, size=shape).astype(np.float32) for name, shape in shapes.items()}
-        for _ in range(LAYERS)
-    ]
+    keys = iter(jax.random.split(key, 2 * LAYERS))
+    return [{name: 0.2 * jax.random.normal(next(keys), s) for name, s in shapes.items()} for _ in range(LAYERS)]
 
 
 def sorted_rows(seed: int, count: int = 128) -> dict[str, np.ndarray]:
@@ -50,10 +48,10 @@ def sorted_rows(seed: int, count: int = 128) -> dict[str, np.ndarray]:
 
 
 def make_step() -> tuple[TrainStep, TrainState]:
-    params, micro_batch = make_layers(), {name: rows[:B] for name, rows in sorted_rows(0).items()}
-    pipeline = Pipeline.from_function(loss, params, micro_batch, ipus=2, gradient_accumulation=M)
+    key, micro_batch = jax.random.key(0), {name: rows[:B] for name, rows in sorted_rows(0).items()}
+    pipeline = Pipeline.from_function(loss, jax.eval_shape(init, key), micro_batch, ipus=2, gradient_accumulation=M)
     step = make_train_step(pipeline, optax.adam(1e-2))
-    return step, step.init(params)
+    return step, step.init(init, key)
 
 
 def main(folder: str, updates: str = "20") -> None:

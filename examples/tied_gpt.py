@@ -11,7 +11,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
@@ -55,18 +54,18 @@ def loss(params, micro_batch):
     return cross_entropy(hidden(params, micro_batch), params["table"], micro_batch["targets"])
 
 
-def make_params() -> dict:
-    random, d = np.random.default_rng(0), FEATURES
-    draw = lambda *shape: random.normal(scale=0.1, size=shape).astype(np.float32)
+def init(key) -> dict:
+    keys, d = iter(jax.random.split(key, 10)), FEATURES
+    draw = lambda *shape: 0.1 * jax.random.normal(next(keys), shape)
     block = lambda: {"qkv": draw(d, 3 * d), "out": draw(d, d), "up": draw(d, 4 * d), "down": draw(4 * d, d)}
     return {"table": draw(V, d), "positions": draw(LENGTH, d), "blocks": [block(), block()]}
 
 
 def make_step() -> tuple[TrainStep, TrainState]:
-    params, micro_batch = make_params(), {name: rows[:B] for name, rows in sequences(0).items()}
-    pipeline = Pipeline.from_function(loss, params, micro_batch, ipus=2, gradient_accumulation=M)
+    key, micro_batch = jax.random.key(0), {name: rows[:B] for name, rows in sequences(0).items()}
+    pipeline = Pipeline.from_function(loss, jax.eval_shape(init, key), micro_batch, ipus=2, gradient_accumulation=M)
     step = make_train_step(pipeline, optax.adam(1e-2))
-    return step, step.init(params)
+    return step, step.init(init, key)
 
 
 def main(folder: str, updates: str = "20") -> None:
