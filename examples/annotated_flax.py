@@ -42,18 +42,20 @@ def loss(params, micro_batch):
     return ((y - micro_batch["y"]) ** 2).mean()
 
 
-def make_pipeline() -> tuple[Pipeline, dict]:
-    x = np.zeros((B, TOKENS, FEATURES), np.float32)
-    with jax.set_mesh(make_mesh(1, 2, tensor=2)):
-        boxed = jax.jit(blocks.init)(jax.random.key(0), x)
-    weights, specs = nn.unbox(boxed)["params"], nn.get_partition_spec(boxed)["params"]
-    options: Any = {"ipus": 2, "axes": {"tensor": 2}, "specs": specs, "gradient_accumulation": M}
-    return Pipeline.from_function(loss, weights, {"x": x, "y": x}, **options), weights
+def init(key) -> Any:
+    with jax.sharding.use_abstract_mesh(make_mesh(1, 2, tensor=2).abstract_mesh):
+        return blocks.init(key, np.zeros((B, TOKENS, FEATURES), np.float32))["params"]
+
+
+def make_pipeline() -> Pipeline:
+    boxed, x = jax.eval_shape(init, jax.random.key(0)), jax.ShapeDtypeStruct((B, TOKENS, FEATURES), np.float32)
+    options: Any = {"ipus": 2, "axes": {"tensor": 2}, "specs": nn.get_partition_spec(boxed), "gradient_accumulation": M}
+    return Pipeline.from_function(loss, nn.unbox(boxed), {"x": x, "y": x}, **options)
 
 
 def main() -> None:
-    pipeline, weights = make_pipeline()
-    params, random = pipeline.shard(weights), np.random.default_rng(0)
+    pipeline, random = make_pipeline(), np.random.default_rng(0)
+    params = pipeline.init(lambda key: nn.unbox(init(key)), jax.random.key(0))
     batch = {name: random.normal(size=(M, B, TOKENS, FEATURES)).astype(np.float32) for name in "xy"}
     print(verify(pipeline, params, batch))
     before, gradients = pipeline.value_and_grad(params, batch)

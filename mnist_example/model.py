@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 import sharded_ops
 from ipu_jax import Pipeline, everywhere, make_schedule, stage_end
@@ -45,13 +45,13 @@ HIDDEN: Final = 2560
 FEATURES: Final = 1280
 
 
-def init_params(seed: int) -> dict[str, Any]:
-    """Return random whole weights for `Pipeline.shard`, float32, the same for both modes and any number of IPUs.
+def init_params(seed: ArrayLike) -> dict[str, Any]:
+    """Return random weights for `TrainStep.init`, float32, the same for both modes and any number of IPUs.
 
     The initialisation is He normal before a relu, LeCun normal for the classifier, and zero for biases.
 
     Args:
-        seed: the same seed gives the same weights.
+        seed: a whole number; the same seed gives the same weights.
 
     Returns:
         `{"hidden": {"w": (P, H), "b": (H,)}, "features": {"w": (H, D), "b": (D,)}, "classifier": {"w": (D, C), "b":

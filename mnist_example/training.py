@@ -143,7 +143,7 @@ class TrainingRun:
         """Return the first state, the same in both modes."""
         flags = self.flags
         if flags.model == "mlp":
-            return self.step.init(model.init_params(flags.seed))
+            return self.step.init(model.init_params, np.uint32(flags.seed))  # each IPU makes its own
         return self.step.init(resnet.init_params(flags.model, flags.seed), stages=resnet.init_state(flags.model))
 
     def accuracy(self, state: ipu_jax.steps.TrainState) -> float:

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +39,10 @@ def flax_twin(weights, batch):
 
     y = block(block(batch["x"], weights["layers_0"]), weights["layers_1"])
     return jnp.square(y - batch["y"]).mean()
+
+
+def flax_weights(pipeline):
+    return pipeline.init(lambda key: nn.unbox(annotated_flax.init(key)), jax.random.key(0))
 
 
 def llama_logits(weights, tokens):
@@ -84,8 +89,8 @@ def moved(weights, scale):
 
 @pytest.mark.slow
 def test_loss_and_gradients_of_annotated_flax_modules_equal_a_dense_twin():
-    pipeline, weights = annotated_flax.make_pipeline()
-    random, weights = np.random.default_rng(2), moved(weights, 0.2)
+    pipeline, random = annotated_flax.make_pipeline(), np.random.default_rng(2)
+    weights = moved(pipeline.unshard(flax_weights(pipeline)), 0.2)
     shape = (annotated_flax.M, annotated_flax.B, annotated_flax.TOKENS, annotated_flax.FEATURES)
     batch = {name: random.normal(size=shape).astype(np.float32) for name in "xy"}
     assert_equals_plain(pipeline, weights, batch, lambda weights: flax_twin(weights, batch))
@@ -101,8 +106,8 @@ def test_the_llama_has_a_step_on_each_mesh():
 
 @pytest.mark.slow
 def test_a_device_holds_half_of_each_annotated_kernel():
-    pipeline, weights = annotated_flax.make_pipeline()
-    sizes = [leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(pipeline.shard(weights))]
+    params = flax_weights(annotated_flax.make_pipeline())
+    sizes = [leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(params)]
     d = annotated_flax.FEATURES
     assert sum(sizes) == 4 * d + (4 * d**2 + 8 * d**2) // 2
 
