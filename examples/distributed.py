@@ -71,13 +71,10 @@ def head(p, x, microbatch):
     return optax.softmax_cross_entropy_with_integer_labels(x @ p["w"] + p["b"], microbatch["label"]).mean()
 
 
-def weights(seed: int = 0) -> dict[str, Any]:
-    rng = np.random.default_rng(seed)
-    layer = lambda rows, columns: {
-        "w": rng.normal(scale=rows**-0.5, size=(rows, columns)).astype(np.float32),
-        "b": np.zeros(columns, np.float32),
-    }
-    return {"body": layer(SIDE * SIDE, 64), "head": layer(64, 10)}
+def weights(key) -> dict[str, Any]:
+    layer = lambda key, *shape: {"w": jax.random.normal(key, shape) / shape[0] ** 0.5, "b": jnp.zeros(shape[1])}
+    body, head = jax.random.split(key)
+    return {"body": layer(body, SIDE * SIDE, 64), "head": layer(head, 64, 10)}
 
 
 def make_step(replicas: int, ipus: int = 1) -> TrainStep:
@@ -108,7 +105,7 @@ def main() -> None:
         replicas, ipus = args.replicas, 1
         configure(replicas)
     step = make_step(replicas, ipus)
-    state = step.init(weights())
+    state = step.init(weights, jax.random.key(0))  # each IPU makes its own
     source = Drawings(draw(args.examples), args.wait)
     options = {"workers": args.workers, "prefetch": max(2, args.workers)}
     with Feed(source, items="examples", mesh=step.model.mesh, micro_batch=UPDATE // replicas, **options) as feed:

@@ -72,6 +72,13 @@ def shapes(width: int, blocks: int, vocabulary: int) -> dict:
     return {"table": weight((vocabulary, width)), "blocks": of_blocks}
 
 
+def drawn(key, weights: dict) -> dict:
+    leaves, tree = jax.tree.flatten(weights)
+    keys = jax.random.split(key, len(leaves))
+    draw = lambda key, leaf: 0.02 * jax.random.normal(key, leaf.shape, leaf.dtype)
+    return jax.tree.unflatten(tree, map(draw, keys, leaves))
+
+
 def make_step(given: argparse.Namespace, weights: dict) -> TrainStep:
     tokens = jax.ShapeDtypeStruct((given.micro_batch, given.sequence), jnp.int32)
     options = {n: getattr(given, n) for n in ("ipus", "replicas", "schedule", "gradient_accumulation", "recompute")}
@@ -89,10 +96,8 @@ def main() -> None:
     batch = {name: jax.ShapeDtypeStruct(of_batch, jnp.int32) for name in ("tokens", "targets")}
     chips.hand_over(step, weights, batch)  # under ipu-compile the script ends here
 
-    random = np.random.default_rng(0)
-    draw = lambda shape: jnp.asarray(random.normal(scale=0.02, size=shape.shape), shape.dtype)
-    state = step.init(jax.tree.map(draw, weights))
-    tokens = random.integers(given.vocabulary, size=of_batch, dtype=np.int32)
+    state = step.init(lambda key: drawn(key, weights), jax.random.key(0))  # each IPU makes its own, however many
+    tokens = np.random.default_rng(0).integers(given.vocabulary, size=of_batch, dtype=np.int32)
     for _ in range(given.updates):
         state, outputs = step(state, {"tokens": tokens, "targets": np.roll(tokens, -1, axis=-1)})
         print(f"update {int(state.step)}: loss {float(outputs.loss):.3f}")

@@ -55,9 +55,9 @@ def next_tokens(params, caches, group):
     return (jnp.take_along_axis(x, group["last"][:, None, None], 1)[:, 0] @ params["table"].T).argmax(-1), caches
 
 
-def make_params() -> dict:
-    random, d = np.random.default_rng(0), FEATURES
-    draw = lambda *shape: random.normal(scale=0.1, size=shape).astype(np.float32)
+def init(key) -> dict:
+    keys, d = iter(jax.random.split(key, 2 + 4 * LAYERS)), FEATURES
+    draw = lambda *shape: 0.1 * jax.random.normal(next(keys), shape)
     layer = lambda: {"qkv": draw(d, 3 * d), "out": draw(d, d), "up": draw(d, 4 * d), "down": draw(4 * d, d)}
     return {"table": draw(VOCABULARY, d), "positions": draw(LENGTH, d), "layers": [layer() for _ in range(LAYERS)]}
 
@@ -103,11 +103,12 @@ def continued(params, prompts, lengths, count: int) -> np.ndarray:
 
 def main(ipus: int = 2, updates: int = 60) -> None:
     configure(ipus)
-    params, tokens = make_params(), sequences(0, 512)
-    pipeline = Pipeline.from_function(loss, params, {"tokens": tokens[:8]}, ipus=ipus, gradient_accumulation=4)
+    key, tokens = jax.random.key(0), sequences(0, 512)
+    shapes = jax.eval_shape(init, key)
+    pipeline = Pipeline.from_function(loss, shapes, {"tokens": tokens[:8]}, ipus=ipus, gradient_accumulation=4)
     step = make_train_step(pipeline, optax.adam(1e-2))
     with Feed({"tokens": tokens}, step=step, micro_batch=8) as feed:
-        state = fit(step, step.init(params), feed, updates=updates).state
+        state = fit(step, step.init(init, key), feed, updates=updates).state
     prompts, whole = sequences(1, GROUPS + 1, B)[..., :PROMPT], step.whole(state)["params"]
     lengths = np.random.default_rng(2).integers(2, PROMPT + 1, size=(GROUPS + 1, B), dtype=np.int32)
     served = serve(step.model, state.params, prompts, lengths, LENGTH - PROMPT)

@@ -55,7 +55,7 @@ def loss(params, micro_batch):
 
 
 def init(key) -> dict:
-    keys, d = iter(jax.random.split(key, 10)), FEATURES
+    keys, d = iter(jax.random.split(key, 2 + 4 * 2)), FEATURES
     draw = lambda *shape: 0.1 * jax.random.normal(next(keys), shape)
     block = lambda: {"qkv": draw(d, 3 * d), "out": draw(d, d), "up": draw(d, 4 * d), "down": draw(4 * d, d)}
     return {"table": draw(V, d), "positions": draw(LENGTH, d), "blocks": [block(), block()]}

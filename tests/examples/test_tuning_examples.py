@@ -172,7 +172,7 @@ def served_by_the_twin(params, prompt, length, count):
 @pytest.mark.parametrize("ipus", [1, 2, 4])
 def test_each_group_gets_the_tokens_of_a_dense_twin(ipus, monkeypatch):
     monkeypatch.setattr(serve, "LAYERS", max(2, ipus))
-    params = jax.tree.map(lambda w: 3 * w, serve.make_params())
+    params = jax.tree.map(lambda w: 3 * w, serve.init(jax.random.key(0)))
     batch, steps = {"tokens": serve.sequences(0, 2)}, 4
     pipeline = Pipeline.from_function(serve.loss, params, batch, ipus=ipus, gradient_accumulation=4)
     random, shape = np.random.default_rng(3), (serve.GROUPS + 1, serve.B)
