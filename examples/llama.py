@@ -49,6 +49,12 @@ class Sizes:
         of_block = attention | {"norm 2": (d,), "gate": (d, hidden), "up": (d, hidden), "down": (hidden, d)}
         return {"table": (v, d), "blocks": [of_block] * self.blocks, "norm": (d,), "head": (d, v)}
 
+    def init(self, key) -> dict[str, Any]:
+        """Draw the weights. Of this function each IPU makes its own."""
+        shapes, tree = jax.tree.flatten(self.of_weights(), is_leaf=lambda leaf: isinstance(leaf, tuple))
+        draw = lambda key, shape: 0.1 * jax.random.normal(key, shape) if len(shape) > 1 else jnp.ones(shape)
+        return jax.tree.unflatten(tree, map(draw, jax.random.split(key, len(shapes)), shapes))
+
     def of_specs(self) -> dict[str, Any]:
         """Return how the devices of an IPU split each weight."""
         of_block = dict.fromkeys(("queries", "keys", "values", "gate", "up"), COLUMNS)
@@ -94,18 +100,11 @@ def loss(params, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits(params, batch["tokens"]), batch["targets"]).mean()
 
 
-def make_weights(sizes: Sizes) -> dict[str, Any]:
-    random = np.random.default_rng(0)
-    drawn = lambda shape: random.normal(scale=0.1, size=shape) if len(shape) > 1 else np.ones(shape)
-    draw = lambda shape: drawn(shape).astype(np.float32)
-    return jax.tree.map(draw, sizes.of_weights(), is_leaf=lambda leaf: isinstance(leaf, tuple))
-
-
 def make_step(sizes: Sizes, replicas: int, ipus: int, tensor: int) -> TrainStep:
     micro_batch = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((B, sizes.tokens), jnp.int32))
     options: dict[str, Any] = {"ipus": ipus, "replicas": replicas, "axes": {"tensor": tensor}}
     options |= {"specs": sizes.of_specs(), "gradient_accumulation": MICRO_BATCHES // replicas}
-    pipeline = Pipeline.from_function(loss, make_weights(sizes), micro_batch, **options)
+    pipeline = Pipeline.from_function(loss, jax.eval_shape(sizes.init, jax.random.key(0)), micro_batch, **options)
     return make_train_step(pipeline, optax.adamw(1e-2), TrainOptions(max_gradient_norm=1.0))
 
 
@@ -125,9 +124,9 @@ def continued(step: TrainStep, state: TrainState, tokens: np.ndarray) -> np.ndar
     return tokens
 
 
-def next_loss(step: TrainStep, weights: dict, data: dict, folder: str) -> float:
+def next_loss(step: TrainStep, start: TrainState, data: dict, folder: str) -> float:
     """Return the loss of the first update after the last checkpoint."""
-    found = Checkpoints(folder, step).restore(step.init(weights), resume="must")
+    found = Checkpoints(folder, step).restore(start, resume="must")
     assert found is not None  # "must" raises if there is none
     with Feed(data, step=step, micro_batch=B, state=found.feed) as feed:
         return float(step(found.state, next(iter(feed)))[1].loss)
@@ -135,13 +134,13 @@ def next_loss(step: TrainStep, weights: dict, data: dict, folder: str) -> float:
 
 def main(folder: str, updates: str = "96") -> None:
     step, other = (make_step(Sizes(), *shape) for shape in ((2, 2, 2), (1, 2, 4)))
-    weights, data = make_weights(Sizes()), sequences(0, Sizes())
+    start, data = lambda step: step.init(Sizes().init, jax.random.key(0)), sequences(0, Sizes())
     with Feed(data, step=step, micro_batch=B) as feed:
-        state = fit(step, step.init(weights), feed, updates=int(updates), checkpoints=folder).state
+        state = fit(step, start(step), feed, updates=int(updates), checkpoints=folder).state
     expected = sequences(1, Sizes(), 2 * B)["tokens"].reshape(2, 1, B, -1)
     right = continued(step, state, expected) == expected
     print(f"predicted {right[..., PERIOD:].mean():.0%} of the tokens of other sequences")
-    losses = [next_loss(each, weights, data, folder) for each in (step, other)]
+    losses = [next_loss(each, start(each), data, folder) for each in (step, other)]
     print(f"next loss {losses[0]:.6f}, and on 2 IPUs of 4 devices {losses[1]:.6f}")
 
 
