@@ -253,7 +253,8 @@ def _examples(program: dict[str, Any]) -> dict[str, Any]:
     images, key = np.ones((2, 28, 28), np.uint8), jax.random.key(0)
     dataset = source = program["dataset"]
     batches, examples = [dataset], _Examples(dataset)
-    params, optimizer = program["state"].params, optax.sgd(0.1)
+    params, optimizer, weights = program["state"].params, optax.sgd(0.1), program["weights"]
+    init_fn, imported = lambda key: jax.tree.map(lambda w: jax.random.normal(key, w.shape), weights), params
     fn, g = program["stages"][0].fn, program["stages"][-1].fn
     f, module = fn, nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     schedule = ipu_jax.make_schedule("1f1b", ipus=2, gradient_accumulation=4)
