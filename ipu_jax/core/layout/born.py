@@ -38,7 +38,7 @@ _LARGEST_OF_SMALL: Final = 64  # times smaller than a leaf
 _KEEP_ZEROS: Final = ("broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p", "reshape", "slice")
 
 
-class _Wanted(NamedTuple):
+class _Target(NamedTuple):
     """An array to make.
 
     Attributes:
@@ -79,13 +79,13 @@ def born(closed: Jaxpr, args: Sequence[Value], layouts: Sequence[PackedLayout], 
         layouts: where the leaves go.
         mesh: the mesh of the IPUs.
     """
-    outputs, wanted, is_zero = iter(closed.jaxpr.outvars), list[_Wanted](), _zeros_in(closed)
+    outputs, wanted, is_zero = iter(closed.jaxpr.outvars), list[_Target](), _zeros_in(closed)
     for layout in layouts:
         of_user = [next(outputs) for _ in layout.parts]
         for array, held in zip(layout.arrays, layout.held_by_array, strict=True):
             made, on_mesh = {leaf: of_user[leaf.part.leaf] for leaf in held}, NamedSharding(mesh, array.spec_on_mesh)
             shape = array.shape_on_mesh(layout.ipus)
-            wanted.append(_Wanted(shape, dtype_named(array.dtype), on_mesh, held, made))
+            wanted.append(_Target(shape, dtype_named(array.dtype), on_mesh, held, made))
     are_zero = [not w.is_key and all(map(is_zero, w.made.values())) for w in wanted]
     both = [*zip(wanted, are_zero, strict=True)]
     zeros = iter(_zeros(tuple((w.shape, w.dtype, w.sharding) for w, only_zeros in both if only_zeros))())
@@ -134,7 +134,7 @@ class _Job(NamedTuple):
     program: Jaxpr
 
 
-def _computed(closed: Jaxpr, args: Sequence[Value], wanted: list[_Wanted], mesh: Mesh) -> list[jax.Array]:
+def _computed(closed: Jaxpr, args: Sequence[Value], wanted: list[_Target], mesh: Mesh) -> list[jax.Array]:
     """Return arrays of which each IPU computes its own part."""
     if not wanted:
         return []
@@ -214,7 +214,7 @@ def _compiled(closed: Jaxpr, devices: tuple[Device, ...]) -> tuple[Any, NamedSha
     return jax.jit(jax.shard_map(core.jaxpr_as_fun(closed), **how)), each
 
 
-def _jobs(closed: Jaxpr, wanted: list[_Wanted], indices: list[list[Index]], devices: list[Device]) -> list[_Job]:
+def _jobs(closed: Jaxpr, wanted: list[_Target], indices: list[list[Index]], devices: list[Device]) -> list[_Job]:
     """Return the work of an IPU.
 
     Args:
@@ -241,7 +241,7 @@ def _jobs(closed: Jaxpr, wanted: list[_Wanted], indices: list[list[Index]], devi
 
 
 def _traced(
-    eqns: list[Eqn], inputs: list[Var], arrays: list[tuple[_Wanted, list[Index]]]
+    eqns: list[Eqn], inputs: list[Var], arrays: list[tuple[_Target, list[Index]]]
 ) -> tuple[np.ndarray, list[Var], Jaxpr]:
     """Return the last fields of a `_Job` that computes these equations, and takes blocks of arrays from the results."""
     moving = [[len({index[d].start for index in of}) > 1 for d in range(len(of[0]))] for _, of in arrays]
