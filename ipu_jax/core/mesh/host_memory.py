@@ -23,7 +23,7 @@ HOST: Final = "pinned_host"
 
 
 def fetched(arrays: Sequence[Value]) -> list[Value]:
-    """Return arrays in the device's memory. Call it inside the program, and in a guard unless all are needed at once."""
+    """Return arrays in the device's memory. Call it inside the program, in a guard unless all are needed at once."""
     return [jax.device_put(array, jax.memory.Space.Device) for array in arrays]
 
 
