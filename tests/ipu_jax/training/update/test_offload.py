@@ -182,7 +182,7 @@ def test_a_state_goes_to_the_host_and_back_through_whole_and_a_checkpoint(make, 
     for name, (one, other) in {"there": steps, "back": steps[::-1]}.items():
         state = trained(one, one.init(WEIGHTS))
         with Checkpoints(tmp_path / name, one) as saved:
-            saved.save(state)
+            saved.save(state, now=True)
         restored = Checkpoints(tmp_path / name, other).restore(other.init(WEIGHTS))
         assert restored is not None
         for state_of_other in (restored.state, other.restore(one.whole(state))):
