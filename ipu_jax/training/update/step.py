@@ -92,6 +92,7 @@ class TrainStep:
     """
 
     def __init__(self, model: Any, optimizer: Any, options: TrainOptions):
+        self._given = model, optimizer
         optimizer = checked_optimizer(optimizer)
         if not isinstance(options, TrainOptions):
             raise ValueError(f"options={options!r} is not a TrainOptions: give TrainOptions(...), or leave it out")
@@ -129,6 +130,10 @@ class TrainStep:
     def placement(self) -> StatePlacer:
         """Return the object that places this step's states, for checkpoints."""
         return self._placer
+
+    def offloading(self, offload: tuple[str, ...]) -> "TrainStep":
+        """Return the step with another `TrainOptions.offload`."""
+        return TrainStep(*self._given, dataclasses.replace(self.options, offload=offload))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a TrainStep holds programs, and can be neither copied nor pickled: make another one")
