@@ -303,9 +303,7 @@ class ChipReport(Shown):
             reused = f"the buffers of {_bytes(memory.reused)}" if memory.reused else "no buffer"
             lines.append(f"results reuse {reused} of the arguments")
         if memory.host:
-            lines.append(
-                f"{_bytes(memory.host)} more in the host's memory; the step on paper has no time for its copies"
-            )
+            lines.append(f"{_bytes(memory.host)} more in the host's memory: a step on paper has no time for its copies")
         return lines
 
     def _work_lines(self) -> list[str]:

@@ -52,14 +52,14 @@ _awaited: tuple[str, ...] | None = None
 
 
 @contextlib.contextmanager
-def awaiting(offload: tuple[str, ...] = ()) -> Iterator[None]:
+def awaiting(offload: str | None = None) -> Iterator[None]:
     """Let `hand_over` compile, and end the script by raising `HandedOver`.
 
     Args:
-        offload: what rests in the host's memory besides what the options of the script's step say.
+        offload: what rests in the host's memory; None: what the options of the script's step say.
     """
     global _awaited
-    _awaited = offload
+    _awaited = (offload,) if offload else ()
     try:
         yield
     finally:
@@ -76,9 +76,7 @@ def hand_over(model: Any, params: Params, batch: Batch, *, state: Tree = None, k
     """
     if _awaited is not None:
         if _awaited and not isinstance(model, TrainStep):
-            raise ValueError(
-                f"--offload {_awaited[0]} needs a TrainStep, which has one: hand one over, or leave it out"
-            )
+            raise ValueError(f"--offload {_awaited[0]} needs a TrainStep, which has one: hand it over, or leave it out")
         model = model.offloading(_awaited) if _awaited else model
         raise HandedOver(compile_ahead(model, params, batch, state=state, key=key))
 
@@ -116,9 +114,7 @@ def compile_ahead(model: Any, params: Params, batch: Batch, *, state: Tree = Non
     rows = [] if program is None else rows_of(program, mesh, kind)
     paper = None
     if plan is not None and kind is not None and program is not None:
-        paper = estimate(
-            plan, kind, rows, program.bodies, written=bytes_per_device(held, with_host=True) if is_step else 0
-        )
+        paper = estimate(plan, kind, rows, program.bodies, written=bytes_per_device(held) if is_step else 0)
     outer = given_dims(model.options.device_iterations) if is_step else 0
     return ChipReport(
         model=str(model).splitlines()[0],
@@ -168,11 +164,11 @@ def _compiled(
         return None, None, memory
 
 
-def bytes_per_device(tree: Tree, *, with_host: bool = False) -> int:
-    """Return the bytes of arrays, or of their shapes, on one device of their shardings, or in its host's memory too."""
+def bytes_per_device(tree: Tree) -> int:
+    """Return the bytes of arrays, or of their shapes, on one device of their shardings; not those on the host."""
     share = lambda leaf: leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
     placed = [leaf for leaf in jax.tree.leaves(tree) if getattr(leaf, "sharding", None) is not None]
-    return sum(share(leaf) for leaf in placed if with_host or leaf.sharding.memory_kind != HOST)
+    return sum(share(leaf) for leaf in placed if leaf.sharding.memory_kind != HOST)
 
 
 def _memory(analysis: Any, available: int | None) -> Memory:
