@@ -46,6 +46,7 @@ from ipu_jax.core.layout.packing import Sharded, arrays_of
 from ipu_jax.core.layout.tree_parts import resized
 from ipu_jax.core.mesh.axes import further_part, names_further, names_in, reduced
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.mesh.host_memory import stored
 
 _WORTH_A_PROGRAM = 2**16  # elements; their update takes about 100 us on a CPU core
 
@@ -190,7 +191,7 @@ class Blocks:
         for k, (own, kept) in enumerate(zip(self.chunks_of(params), self.averages.arrays, strict=True)):
             mask, value = self.leaf_mask(k), own.astype(kept.dtype)
             arrays.append((value if mask is None else jnp.where(mask, value, 0))[None, None])
-        return Sharded(arrays, self.averages)
+        return Sharded(arrays if self.memory is None else stored(arrays), self.averages)
 
     def chunks_of(self, params: Params) -> list[Value]:
         """Return this replica's chunk of each block of the weights. Communicates nothing."""

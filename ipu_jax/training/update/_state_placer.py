@@ -27,7 +27,7 @@ from ipu_jax.core.options import TrainOptions
 from ipu_jax.core.pipeline.init_function import InitFunction
 from ipu_jax.core.step_args import StepArgs, given_dims
 from ipu_jax.training.update._precision import held_in, initial_scale
-from ipu_jax.training.update.models import Model
+from ipu_jax.training.update.models import Model, specs_of
 from ipu_jax.training.update.state import TrainState
 
 
