@@ -193,6 +193,20 @@ def test_a_state_goes_to_the_host_and_back_through_whole_and_a_checkpoint(make, 
             other(state, batch_of(other, 0))
 
 
+COPIED = optax.chain(optax.scale_by_adam(), optax.contrib.schedule_free(optax.sgd(0.1), 0.1))  # has copies of weights
+
+
+@pytest.mark.parametrize("make", [pipeline_of, function])
+def test_a_first_state_is_born_on_the_host_of_whole_and_placed_weights_and_of_a_function(make):
+    beside, step = (step_of(case(make, optimizer=COPIED, ema_decay=0.5), **more) for more in ({}, OFFLOAD))
+    expected = bits(beside.whole(beside.init(WEIGHTS)))
+    again = lambda key: jax.tree.map(lambda w: jnp.asarray(w) + jax.random.uniform(key, w.shape) * 0, WEIGHTS)
+    placed = [step.model.shard(WEIGHTS)] if make is pipeline_of else []
+    for state in (step.init(WEIGHTS), step.init(again, jax.random.key(0)), *map(step.init, placed)):
+        assert memories(state) == ON_HOST
+        assert bits(step.whole(state)) == expected
+
+
 def test_the_cause_of_a_stop_is_named():
     step = step_of(case(on_nonfinite="stop"), **OFFLOAD)
     state = trained(step, step.init(WEIGHTS))
