@@ -15,7 +15,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base.annotations import Dtype, Json, Value
 from ipu_jax.core.layout.tree_parts import Part, along, resized
@@ -38,6 +38,7 @@ class PackedArray:
         is_slot: whether each IPU has a row of its own, which `shape` leaves out. Other arrays are a leaf, or an
             optimizer's.
         name: its name in files, after the name of the tree.
+        memory: the kind of memory that holds it; None: the device's own.
     """
 
     shape: tuple[int, ...]
@@ -45,11 +46,16 @@ class PackedArray:
     spec: PartitionSpec = WHOLE
     is_slot: bool = True
     name: str = ""
+    memory: str | None = None
 
     @property
     def spec_on_mesh(self) -> PartitionSpec:
         """Return how the whole array is split over the mesh."""
         return PartitionSpec(IPU_AXIS, *self.spec) if self.is_slot else self.spec
+
+    def sharding_on(self, mesh: Mesh) -> NamedSharding:
+        """Return where the whole array is."""
+        return NamedSharding(mesh, self.spec_on_mesh, memory_kind=self.memory)
 
     def shape_on_mesh(self, ipus: int) -> tuple[int, ...]:
         """Return the shape of the whole array: with a row per IPU, or padded where it is split over them.

@@ -79,6 +79,11 @@ def specs_of(layout: PackedLayout) -> Sharded:
     return Sharded([array.spec_on_mesh for array in layout.arrays], layout)
 
 
+def shardings_of(layout: PackedLayout, mesh: Mesh) -> Sharded:
+    """Return where every array of a `Sharded` with this layout is, as a `Sharded` of shardings."""
+    return Sharded([array.sharding_on(mesh) for array in layout.arrays], layout)
+
+
 @jax.transfer_guard("allow")  # the caller asks for this transfer
 def shard_tree(tree: Tree, layout: PackedLayout, mesh: Mesh) -> Sharded:
     """Place a tree on the IPUs. Communicates from host to device only; each IPU gets its own part."""
@@ -90,7 +95,7 @@ def shard_leaves(value_of: Callable[[Leaf], Value], layout: PackedLayout, mesh: 
     """Place the leaves of a layout, whose values `value_of` returns. It is asked for leaves of this process only."""
 
     def put(array: PackedArray, held: list[Leaf]) -> jax.Array:
-        shape, sharding = array.shape_on_mesh(layout.ipus), NamedSharding(mesh, array.spec_on_mesh)
+        shape, sharding = array.shape_on_mesh(layout.ipus), array.sharding_on(mesh)
         if key_impl(array.dtype) is not None:
             return put_copy(value_of(held[0]), sharding)
 
@@ -130,8 +135,8 @@ def block_of(
 
 def shapes_on(layout: PackedLayout, mesh: Mesh) -> Sharded:
     """Return the result of `shard_tree` with the shape, dtype and sharding of each array in place of the array."""
-    where = [NamedSharding(mesh, array.spec_on_mesh) for array in layout.arrays]
     shapes = [(array.shape_on_mesh(layout.ipus), dtype_named(array.dtype)) for array in layout.arrays]
+    where = shardings_of(layout, mesh).arrays
     return Sharded([jax.ShapeDtypeStruct(*of, sharding=at) for of, at in zip(shapes, where, strict=True)], layout)
 
 

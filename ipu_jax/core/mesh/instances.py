@@ -32,10 +32,10 @@ def own_device(mesh: Mesh) -> Device:
     return next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
 
 
-def shapes_by(tree: Tree, specs: Tree, mesh: Mesh) -> Tree:
-    """Return the shapes of arrays, placed on a mesh by a tree of specs."""
-    on = lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-    return jax.tree.map(on, tree, specs)
+def shapes_by(tree: Tree, shardings: Tree) -> Tree:
+    """Return the shapes of arrays, placed by a tree of shardings."""
+    on = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return jax.tree.map(on, tree, shardings)
 
 
 @jax.transfer_guard("allow")  # the caller asks for this transfer

@@ -12,7 +12,6 @@ from typing import Final, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from ipu_jax.base.annotations import Json
 from ipu_jax.base.keys import is_key
@@ -182,8 +181,7 @@ def read(store: Store, found: _folder.Found, step: TrainStep, like: TrainState, 
 
 def _read_as_saved(store: Store, found: _folder.Found, step: TrainStep, like: TrainState) -> TrainState:
     """Return the state of a checkpoint with the same arrays as this step. Each process reads its own shards."""
-    specs = named(step.placement.specs(like))
-    shardings = {name: NamedSharding(step.model.mesh, spec) for name, spec in specs.items()}
+    shardings = named(step.placement.shardings(like))
     state = with_arrays(like, store.read(found.path, named(like), shardings))
     return dataclasses.replace(state, nonfinite=step.placement.no_streak())
 

@@ -19,7 +19,8 @@ from ipu_jax.core.layout import packing
 from ipu_jax.core.layout.blocks import Blocks, from_blocks, gather
 from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.layout.leaf import WHOLE
-from ipu_jax.core.layout.packing import Sharded, reader, shapes_on, shard_tree, unshard_tree, whole_shapes
+from ipu_jax.core.layout.packing import Sharded, reader, shapes_on, shard_tree, shardings_of, unshard_tree, whole_shapes
+from ipu_jax.core.mesh.host_memory import HOST, fetched
 from ipu_jax.core.mesh.instances import put_copy, shapes_by
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.core.options import TrainOptions
@@ -62,7 +63,8 @@ class StatePlacer:
         layout = self.model.layout(params)
         if layout not in self._updates:
             replicas = self.model.replicas if self._options.shard_optimizer else 1
-            self._updates[layout] = ShardedUpdate(self._optimizer, Blocks(layout, replicas=replicas))
+            memory = HOST if "optimizer" in self._options.offload else None
+            self._updates[layout] = ShardedUpdate(self._optimizer, Blocks(layout, replicas=replicas, memory=memory))
         return self._updates[layout]
 
     def first(self, params: Params, stages: Tree, key: Key) -> TrainState:
@@ -136,7 +138,7 @@ class StatePlacer:
             ema=None if self._options.ema_decay is None else shapes_on(update.blocks.averages, model.mesh),
             nonfinite=None if self._options.on_nonfinite is None else count,
         )
-        return shapes_by(state, self.specs(state), model.mesh)
+        return shapes_by(state, self.shardings(state))
 
     def placed(self, whole: dict[str, Tree]) -> TrainState:
         """Place a state that `whole` returned, perhaps from a step for other IPUs or replicas.
@@ -202,17 +204,15 @@ class StatePlacer:
 
     def specs(self, state: TrainState) -> TrainState:
         """Return the PartitionSpec of every array of a state."""
-        everywhere = lambda tree: jax.tree.map(lambda _: WHOLE, tree)
-        return TrainState(
-            params=specs_of(state.params),
-            optimizer=specs_of(state.optimizer),
-            stages=specs_of(state.stages),
-            scale=everywhere(state.scale),
-            step=WHOLE,
-            key=everywhere(state.key),
-            ema=specs_of(state.ema),
-            nonfinite=everywhere(state.nonfinite),
-        )
+        return jax.tree.map(lambda sharding: sharding.spec, self.shardings(state))
+
+    def shardings(self, state: TrainState) -> TrainState:
+        """Return where every array of a state is: how it is divided over the mesh, and in which memory."""
+        mesh = self.model.mesh
+        on_all = NamedSharding(mesh, WHOLE)
+        of = lambda tree: shardings_of(tree.layout, mesh) if isinstance(tree, Sharded) else on_all
+        is_packed = lambda node: isinstance(node, Sharded)
+        return jax.tree.map(of, state, is_leaf=is_packed)
 
     def _in_held(self, params: Params) -> Params:
         """Return whole weights, or their shapes, in the dtypes in which the step holds them."""
@@ -263,6 +263,7 @@ def with_average(blocks: Blocks, params: Params, averages: Sharded) -> Params:
     """
     arrays = []
     for k, (average, own) in enumerate(zip(averages.arrays, blocks.chunks_of(params), strict=True)):
+        (average,) = fetched([average]) if blocks.memory else [average]
         array, mask = average[0, 0].astype(own.dtype), blocks.leaf_mask(k)
         # a slot may hold frozen weights of this IPU
         arrays.append(array if mask is None else jnp.where(mask, array, own))

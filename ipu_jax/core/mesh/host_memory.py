@@ -1,0 +1,53 @@
+"""Keep arrays in the host's memory between updates, and move them where XLA cannot move them too early.
+
+    weights, gradients     device  --------------------------->  update  -->
+    optimizer's state      host    --fetched--> one block's --/    |
+                                   <--stored--- one block's -------+      inside the block's guard
+
+XLA starts every copy as early as it can. Outside of a loop that is the beginning of the program, so that all arrays
+would be on the device at once. It cannot move a copy out of a guard (guard.py).
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import jax
+from jax.sharding import Mesh
+
+from ipu_jax.base.annotations import Value
+from ipu_jax.core.mesh.devices import is_described
+from ipu_jax.core.mesh.instances import own_device
+
+HOST: Final = "pinned_host"
+"""jax's name of the memory of the host from which a device can copy."""
+
+
+def fetched(arrays: Sequence[Value]) -> list[Value]:
+    """Return arrays in the device's memory. Call it inside the program, in a guard unless all are needed at once."""
+    return [jax.device_put(array, jax.memory.Space.Device) for array in arrays]
+
+
+def stored(arrays: Sequence[Value]) -> list[Value]:
+    """Return arrays in the host's memory: the inverse of `fetched`."""
+    return [jax.device_put(array, jax.memory.Space.Host) for array in arrays]
+
+
+def is_stored(array: Value) -> bool:
+    """Return whether a value of the program is in the host's memory."""
+    return jax.typeof(array).memory_space == jax.memory.Space.Host
+
+
+def check_has_host_memory(mesh: Mesh) -> None:
+    """Raise `ValueError` unless programs for the devices of a mesh can keep arrays in the host's memory."""
+    is_there = not is_described(mesh.devices.flat[0])
+    device = own_device(mesh) if is_there else mesh.devices.flat[0]
+    try:
+        kinds = [memory.kind for memory in device.addressable_memories()]
+    except (jax.errors.JaxRuntimeError, NotImplementedError):  # of a described GPU
+        kinds = []
+    if HOST not in kinds:
+        which = device.device_kind if is_there else f"a described {device.device_kind}"
+        raise ValueError(
+            f"offload=('optimizer',) keeps arrays in the memory {HOST!r}, which jax does not know of {which}: leave "
+            "offload out" + ("" if is_there else ", or compile where the GPU is")
+        )
