@@ -126,6 +126,17 @@ def bounded(index: Index, shape: Sequence[int]) -> Index:
     return tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
 
 
+def overlap_of(one: Index, other: Index) -> Index | None:
+    """Return the block that is in both of two blocks, or None if it has no elements."""
+    both = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
+    return both if all(part.start < part.stop for part in both) else None
+
+
+def relative(inner: Index, outer: Index) -> Index:
+    """Return the index of a block in a larger block."""
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(inner, outer, strict=True))
+
+
 def device_blocks(shape: tuple[int, ...], index_of: Mapping[Device, Index | None]) -> list[tuple[Index, list[Device]]]:
     """Return the blocks into which devices divide an array, in order, and the devices that hold each block.
 
