@@ -236,7 +236,7 @@ class _Saved:
             self._read.setdefault(name, _ReadOnce(self._arrays[name]))
         if key_impl(leaf.dtype) is not None:
             return as_key(np.asarray(self._arrays[pieces[0][2]][...]), leaf.dtype)
-        return _SavedLeaf(leaf, [(*piece, self._read[name]) for *piece, name in pieces])
+        return _SavedLeaf(leaf, [(block, piece, self._read[name]) for block, piece, name in pieces])
 
 
 class _ReadOnce:
