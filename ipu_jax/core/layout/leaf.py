@@ -124,6 +124,13 @@ class Leaf:
         """Return the shape of the user's leaf, of which this may be a part."""
         return self.shape if self.size_of_rows is None else resized(self.shape, self.part.axis, self.size_of_rows)
 
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """Return which block of the user's leaf this is: a start and a stop per dim."""
+        first = 0 if self.part.rows is None else self.part.rows[0]
+        starts = [first * (dim == self.part.axis) for dim in range(len(self.shape))]
+        return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
+
     def of_whole(self, value: Value) -> Value:
         """Return this leaf's rows of the user's leaf, an array or its shape."""
         if self.size_of_rows is None:
@@ -167,10 +174,9 @@ class Leaf:
         >>> [block[1] for block, _ in Leaf("w", (3, 5), "int8", ipus=1, split=1, shard=(3, 2)).pieces()]
         [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
         """
-        rows, axis, split = self.part.rows or (0, 0), self.part.axis, self.split
-        block = [slice(rows[0] * (dim == axis), rows[0] * (dim == axis) + n) for dim, n in enumerate(self.shape)]
+        block, split = self.place, self.split
         if self.ipus is None or self.shard is None or split is None:
-            return [(tuple(block), self)]
+            return [(block, self)]
         first, stop, size = block[split].start, block[split].stop, max(self.shard[split], 1)
         found = list[tuple[tuple[slice, ...], Leaf]]()
         for ipu, start in enumerate(range(first, stop, size)):

@@ -4,8 +4,9 @@ Arrays are read onto the IPUs, or leaf by leaf for another topology. Each proces
 """
 
 import dataclasses
+import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -16,15 +17,13 @@ import numpy as np
 from ipu_jax.base.annotations import Json, Value
 from ipu_jax.base.keys import key_impl
 from ipu_jax.core.layout.leaf import Leaf
-from ipu_jax.core.mesh.instances import Index, bounded, overlap_of, relative
+from ipu_jax.core.mesh.instances import Index, PiecedArray, relative
 from ipu_jax.training.checkpoints import _all_instances, _description, _folder, _seal
 from ipu_jax.training.checkpoints._description import KINDS, has_same_places, leaves, named, with_arrays
 from ipu_jax.training.checkpoints._store import Store, as_key
 from ipu_jax.training.checkpoints.errors import CheckpointError, CheckpointWarning, UnreadableError, errno_of
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.update.step import TrainStep
-
-_Piece = tuple[Index, Leaf, Any]  # a block of the user's leaf, the saved leaf, its array or its array's name
 
 _NAMED: Final = 5  # damaged checkpoints that an error names
 
@@ -218,7 +217,7 @@ class _Saved:
     """
 
     def __init__(self, saved: Mapping[str, Json], arrays: Mapping[str, Any]):
-        self._arrays, self._pieces = arrays, dict[tuple[str, str], list[_Piece]]()
+        self._arrays, self._pieces = arrays, dict[tuple[str, str], list[tuple[Index, Leaf, str]]]()
         for kind in KINDS:
             # a part that several groups share is in several arrays, and is read from one
             parts = {(leaf.path, leaf.part.rows): (name, leaf) for name, leaf in leaves(saved, kind)}
@@ -236,7 +235,9 @@ class _Saved:
             self._read.setdefault(name, _ReadOnce(self._arrays[name]))
         if key_impl(leaf.dtype) is not None:
             return as_key(np.asarray(self._arrays[pieces[0][2]][...]), leaf.dtype)
-        return _SavedLeaf(leaf, [(block, piece, self._read[name]) for block, piece, name in pieces])
+        own = [(block, functools.partial(piece.block_in, self._read[name])) for block, piece, name in pieces]
+        reads = [(relative(block, leaf.place), read) for block, read in own]
+        return PiecedArray(leaf.shape, jnp.dtype(leaf.dtype), reads)
 
 
 class _ReadOnce:
@@ -251,34 +252,6 @@ class _ReadOnce:
         if bounds not in self._regions:
             self._regions[bounds] = np.asarray(self._array[region])
         return self._regions[bounds]
-
-
-class _SavedLeaf:
-    """A leaf of this run in a checkpoint: an array of which a block is read when it is asked for.
-
-    Args:
-        leaf: the leaf.
-        pieces: the parts of the user's leaf in the checkpoint.
-    """
-
-    def __init__(self, leaf: Leaf, pieces: Sequence[_Piece]):
-        self.shape, self._leaf, self._pieces = leaf.shape, leaf, pieces
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self[()], dtype)
-
-    def __getitem__(self, index: Index) -> np.ndarray:
-        own = bounded((*index, *[slice(None)] * (len(self.shape) - len(index))), self.shape)
-        rows, axis = self._leaf.part.rows or (0, 0), self._leaf.part.axis
-        block = tuple(slice(p.start + rows[0] * (d == axis), p.stop + rows[0] * (d == axis)) for d, p in enumerate(own))
-        found = np.empty([part.stop - part.start for part in own], jnp.dtype(self._leaf.dtype))
-        for of_piece, piece, array in self._pieces:
-            both = overlap_of(block, of_piece)
-            if both == block:
-                return piece.block_in(array, relative(block, of_piece))
-            if both is not None:
-                found[relative(both, block)] = piece.block_in(array, relative(both, of_piece))
-        return found
 
 
 def warn(text: str) -> None:
