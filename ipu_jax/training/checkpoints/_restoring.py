@@ -204,11 +204,11 @@ def _read_by_leaves(store: Store, found: _folder.Found, step: TrainStep, like: T
         values = {name: jnp.asarray(single(f"scale.{name}")) for name in ("scale", "good_steps")}
         scale = dataclasses.replace(scale, **values)
     key = single("key") if "key" in arrays else None
-    value_of = _Saved(seal["model"], arrays).value_of
+    value_of = _SavedLeaves(seal["model"], arrays).value_of
     return step.placement.placed_by(value_of, like, scale=scale, step=int(single("step")), key=key)
 
 
-class _Saved:
+class _SavedLeaves:
     """Finds leaves of this run in the arrays of a checkpoint.
 
     Args:

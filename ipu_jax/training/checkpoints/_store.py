@@ -145,7 +145,8 @@ class Store:
         context = tensorstore.Context({"cache_pool#ocdbt": {"total_bytes_limit": _INDEX_BYTES}})
 
         def opening(name: str) -> Any:
-            where = {"driver": "ocdbt", "base": f"file://{folder.absolute()}/", "path": f"{name}/"}
+            base = {"driver": "file", "path": f"{folder.absolute()}/"}
+            where = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
             spec = {"driver": "zarr", "kvstore": {**where, "cache_pool": "cache_pool#ocdbt"}}
             return tensorstore.open(spec, open=True, read=True, context=context)
 
