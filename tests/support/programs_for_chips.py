@@ -141,7 +141,8 @@ def _exact(devices: list[Any]) -> Found:
 def _offloaded(devices: list[Any]) -> Found:
     """Compile training steps with their state in the host's memory, and list the copies to and from it.
 
-    A stage is four pairs of matrices. "average" has norms that read the state, and an average of the weights.
+    A stage is four pairs of matrices. "average" has norms that read the state, and an average of the weights; with
+    "turned", XLA would like to transpose the state on the host, and cannot.
     """
 
     def stage(w: Any, x: Any, microbatch: Any) -> Any:
@@ -149,6 +150,10 @@ def _offloaded(devices: list[Any]) -> Found:
         for pair in w:
             x = x + jnp.tanh(x @ pair["a"]) @ pair["b"]
         return x
+
+    def transposed(fn: Any) -> Any:
+        """Return a stage that reads the matrices of each pair transposed, in each other's place."""
+        return lambda w, *rest: fn([{"a": pair["b"].T, "b": pair["a"].T} for pair in w], *rest)
 
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
     last = Stage(lambda *args: jnp.mean(stage(*args) ** 2), "3", 3)
@@ -159,11 +164,13 @@ def _offloaded(devices: list[Any]) -> Found:
     adamw, host = optax.adamw(1e-3), TrainOptions(offload=("optimizer",))
     clipped = optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(0.1))
     alone = replicate(lambda w, mb: jnp.mean(stage(w, None, mb) ** 2), replication_factor=IPUS, devices=devices)
+    turned = pipeline.replace(stages=[dataclasses.replace(s, fn=transposed(s.fn)) for s in pipeline.stages])
     averaged = dataclasses.replace(host, ema_decay=0.9, on_nonfinite="skip")
     cases = {
         "device": (make_train_step(pipeline, adamw), weights, batch),
         "host": (make_train_step(pipeline, adamw, host), weights, batch),
         "average": (make_train_step(pipeline, clipped, averaged), weights, batch),
+        "turned": (make_train_step(turned, optax.contrib.muon(1e-3), host), weights, batch),
         "function": (make_train_step(alone, clipped, host), group, shape(IPUS, 1, 128, 512)),
     }
     found = {}

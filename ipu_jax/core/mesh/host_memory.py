@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from typing import Final
 
 import jax
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 
 from ipu_jax.base.annotations import Value
@@ -24,12 +26,19 @@ HOST: Final = "pinned_host"
 
 def fetched(arrays: Sequence[Value]) -> list[Value]:
     """Return arrays in the device's memory. Call it inside the program, in a guard unless all are needed at once."""
-    return [jax.device_put(array, jax.memory.Space.Device) for array in arrays]
+    return _in_rows([jax.device_put(array, jax.memory.Space.Device) for array in arrays])
 
 
 def stored(arrays: Sequence[Value]) -> list[Value]:
     """Return arrays in the host's memory: the inverse of `fetched`."""
-    return [jax.device_put(array, jax.memory.Space.Host) for array in arrays]
+    return [jax.device_put(array, jax.memory.Space.Host) for array in _in_rows(arrays)]
+
+
+def _in_rows(arrays: Sequence[Value]) -> list[Value]:
+    """Pin the layouts of arrays, or XLA may want another one on the host, which it cannot make there."""
+    in_rows = lambda array: with_layout_constraint(array, Layout(tuple(range(array.ndim))))
+    # XLA's CPU backend has one layout, and knows no constraint if it must not simplify
+    return [lax.platform_dependent(array, cpu=lambda array: array, default=in_rows) for array in arrays]
 
 
 def is_stored(array: Value) -> bool:

@@ -173,7 +173,7 @@ class ShardedUpdate:
         if not is_slot and not is_offloaded:
             run = partial(self._updated_leaf, old=[weights, *state], mask=blocks.leaf_mask(k))
             return self._on_block(k, arrays, env, run)
-        counts, own = blocks.counts(k), blocks.own_count(k) if is_slot else None
+        counts, own = blocks.counts(k), blocks.own_count(k) if is_slot else 0
         has_rows = blocks.chunk_dim(k) is not None  # which may be padding
         is_elementwise = all(self._is_elementwise(leaf) for leaf in blocks.leaves_in[k] if leaf is not None)
         new = [weights.astype(jnp.promote_types(weights.dtype, jnp.float32)), *state]
