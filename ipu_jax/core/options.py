@@ -120,7 +120,7 @@ class TrainOptions:
             value of a stage's parts. The docs say what still changes bits (how-to.md#the-same-bits).
         max_skips: under on_nonfinite="skip", this many such updates in a row stop the training as under "stop".
         offload: what rests in the host's memory: ("optimizer",) is the optimizer's state and the average of weights.
-            An update fetches and stores them array by array, so that a device has room for one at a time. It waits for
+            An update fetches and stores them array by array, or some rows at a time if it is elementwise. It waits for
             these copies, and computes the same; of leaves that several IPUs hold, XLA may round the last bit otherwise.
             Numbers that all IPUs hold, such as a count, stay on them. () is nothing.
 

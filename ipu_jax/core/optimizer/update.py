@@ -28,7 +28,7 @@ from ipu_jax.core.layout.tree_parts import joined
 from ipu_jax.core.mesh.axes import rounded
 from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.mesh.guard import SLOT, Fence, guard
-from ipu_jax.core.mesh.host_memory import fetched, stored
+from ipu_jax.core.mesh.host_memory import fetched, updated_by_rows
 from ipu_jax.core.optimizer._analysis import LeafReduction, analyze_update
 from ipu_jax.core.optimizer._evaluate import LeafEvaluator, combined, partial_result, partial_shape, sent_together
 from ipu_jax.core.optimizer.state import StateLayout
@@ -181,18 +181,24 @@ class ShardedUpdate:
         for shorter, length in itertools.pairwise([0, *lengths]):
 
             def body(fence: Fence, old: list[Value], shorter: int = shorter, length: int = length) -> list[Value]:
-                if is_offloaded:
-                    old = [old[0], *fetched(old[1:])]
-                first = [fence(gradient), *old]
-                if length < weights.size:
-                    first = [lax.dynamic_slice_in_dim(array, fence.zero, length) for array in first]
-                first[1] = first[1].astype(weights.dtype)
                 is_filled = {int(n) for n in counts.flat if shorter < n <= length} == {length} and not has_rows
                 mask = None if is_filled and is_slot else blocks.leaf_mask(k, fence.zero)
-                mask = None if mask is None else _first(mask, length)
-                of_leaf = partial(self._updated_leaf, old=old, mask=mask, zero=fence.zero)
-                updated = self._on_block(k, first, env, of_leaf)
-                return [updated[0], *stored(updated[1:])] if is_offloaded else updated
+                fenced = fence(gradient)
+
+                def of_arrays(cut: Callable[[Value], Value], old: list[Value]) -> list[Value]:
+                    first = [cut(fenced), *old]
+                    if length < weights.size and not is_offloaded:
+                        first = [lax.dynamic_slice_in_dim(array, fence.zero, length) for array in first]
+                    first[1] = first[1].astype(weights.dtype)
+                    own = None if mask is None else _first(cut(mask), length)
+                    of_leaf = partial(self._updated_leaf, old=old, mask=own, zero=fence.zero)
+                    return self._on_block(k, first, env, of_leaf)
+
+                if not is_offloaded:
+                    return of_arrays(lambda array: array, old)
+                has_many = is_elementwise and weights.size > 0 and weights.ndim > 0
+                rows = min(length, weights.shape[0]) if has_many else None
+                return updated_by_rows(old, of_arrays, rows=rows, zero=fence.zero)
 
             active = (shorter < own) & (own <= length) if is_slot else made
             with jax.named_scope(SLOT):

@@ -19,8 +19,8 @@ from ipu_jax.core.engine.labels import UPDATE
 from ipu_jax.core.layout.blocks import Blocks, summed
 from ipu_jax.core.mesh.axes import reduced
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
-from ipu_jax.core.mesh.guard import guard
-from ipu_jax.core.mesh.host_memory import fetched, is_stored, stored
+from ipu_jax.core.mesh.guard import Fence, guard
+from ipu_jax.core.mesh.host_memory import is_stored, updated_by_rows
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.step_args import StepArgs, given_dims
@@ -219,8 +219,13 @@ def _by_block(
     """Return the averages after an update, in the host's memory: each block is fetched and stored in a guard."""
     new = []
     for average, chunk in zip(averages, weights, strict=True):
-        body = lambda fence, old, chunk=chunk: stored(averaged(fetched(old), [fence(chunk)]))
-        new += guard(jnp.int32(0), made, body, [average])[1]
+
+        def body(fence: Fence, old: list[Value], chunk: Value = chunk) -> list[Value]:
+            fenced, rows = fence(chunk), chunk.shape[0] if chunk.size and chunk.ndim else None
+            of_rows = lambda cut, own: [averaged([own[0][None, None]], [cut(fenced)])[0][0, 0]]
+            return updated_by_rows(old, of_rows, rows=rows, zero=fence.zero)
+
+        new += [array[None, None] for array in guard(jnp.int32(0), made, body, [average[0, 0]])[1]]
     return new
 
 

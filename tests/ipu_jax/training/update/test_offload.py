@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Checkpoints, Pipeline, Stage, TrainOptions, make_mesh, make_train_step
+from ipu_jax.core.mesh import host_memory
 from ipu_jax.core.mesh.host_memory import check_has_host_memory
 from ipu_jax.core.proof.exact import exact_options
 from ipu_jax.options import DynamicScale
@@ -131,9 +132,14 @@ def trained_exactly(step: Any) -> Any:
     return state
 
 
-@pytest.mark.fast("function", "lamb, divided")
-@pytest.mark.parametrize("name", CASES)
-def test_all_bits_are_as_on_the_device_and_the_state_stays_on_the_host(name):
+WHOLE, FEW = 2**22, 100  # bytes of an array that are fetched; arrays have 6 rows, flat ones 30 and 54
+BY_ROWS = ("plain", "skip", "divided", "average", "16.16", "function", "lamb, divided")
+
+
+@pytest.mark.fast("function-4194304", "lamb, divided-100", "average-100")
+@pytest.mark.parametrize(("name", "most"), [*((name, WHOLE) for name in CASES), *((name, FEW) for name in BY_ROWS)])
+def test_all_bits_are_as_on_the_device_and_the_state_stays_on_the_host(name, most, monkeypatch):
+    monkeypatch.setattr(host_memory, "_AT_ONCE", most)
     beside, step = (step_of(CASES[name], **more) for more in ({}, OFFLOAD))
     expected, found = trained_exactly(beside), trained_exactly(step)
     assert memories(found) == ON_HOST
