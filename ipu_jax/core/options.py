@@ -9,7 +9,7 @@ Errors are raised before anything is traced or compiled, and give the value, the
 import dataclasses
 from typing import Any, Literal, get_args
 
-from ipu_jax.base.checks import check_bool, check_choice, check_count, check_positive
+from ipu_jax.base.checks import check_bool, check_choice, check_count, check_positive, in_line
 from ipu_jax.base.decorators import public
 
 Reduction = Literal["mean", "sum"]
@@ -119,6 +119,10 @@ class TrainOptions:
             rewrites no operation, and gradients are added in one order; a policy of `jax.checkpoint_policies` keeps no
             value of a stage's parts. The docs say what still changes bits (how-to.md#the-same-bits).
         max_skips: under on_nonfinite="skip", this many such updates in a row stop the training as under "stop".
+        offload: what rests in the host's memory: ("optimizer",) is the optimizer's state and the average of weights.
+            An update fetches and stores them array by array, or some rows at a time if it is elementwise. It waits for
+            these copies, and computes the same; of leaves that several IPUs hold, XLA may round the last bit otherwise.
+            Numbers that all IPUs hold, such as a count, stay on them. () is nothing.
 
     Raises:
         ValueError: a value breaks its rule, or contradicts another.
@@ -142,6 +146,7 @@ class TrainOptions:
     on_nonfinite: OnNonFinite | None = None
     max_skips: int = 10
     exact: bool = False
+    offload: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("replication_factor", "gradient_accumulation"):
@@ -153,6 +158,7 @@ class TrainOptions:
             _keep(self, **{name: check_bool(name, getattr(self, name))})
         _keep(self, device_iterations=check_count("device_iterations", self.device_iterations))
         self._check_outputs()
+        self._check_offload()
         if self.max_gradient_norm is not None:
             _keep(self, max_gradient_norm=check_positive("max_gradient_norm", self.max_gradient_norm))
         if self.ema_decay is not None:
@@ -191,6 +197,15 @@ class TrainOptions:
                 f"outputs={self.outputs} does not divide device_iterations={self.device_iterations}: the last outputs "
                 "would be lost; give a divisor of it, or 'final', 'all' or 'sum'"
             )
+
+    def _check_offload(self) -> None:
+        given = self.offload
+        if not isinstance(given, tuple | list) or not all(isinstance(x, str) and x == "optimizer" for x in given):
+            raise ValueError(
+                f"offload={in_line(given)} names something else than what can rest in the host's memory: give "
+                "('optimizer',), a tuple, or leave it out"
+            )
+        _keep(self, offload=tuple(dict.fromkeys(given)))
 
     @property
     def every(self) -> int:

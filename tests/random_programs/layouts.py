@@ -7,6 +7,7 @@ What each device must hold is worked out in NumPy (`held.py`). Most cases compil
 
 import itertools
 import json
+import math
 import pathlib
 import tempfile
 from typing import Any
@@ -54,7 +55,7 @@ class Case:
             check_on_an_ipu(side)
             check_leaves(side, dice)
             for replicas in (1, 2, 3):
-                check_blocks(side, replicas)
+                check_blocks(side, replicas, dice)
         for one, other in itertools.permutations(sides):
             check_moved(one, other)
         if self.runs:
@@ -165,6 +166,7 @@ def check_leaves(side: Side, dice: Dice) -> None:
         assert plain["array"] == names[leaf.array]
         assert found.plain(plain["array"]) == plain
         assert_same_bits((found.in_array(whole), found.of_whole(of_user)), (value, value))
+        check_pieces(found, whole, of_user, dice)
         index = _block(dice, whole.shape, owner, value.shape)
         alone = whole.copy()
         if owner is not None:
@@ -229,12 +231,24 @@ def check_file(sides: list[Side], folder: str, suffix: str) -> None:
         assert facts(shapes) == facts(other.sharded)
 
 
-def check_blocks(side: Side, replicas: int) -> None:
+def check_pieces(leaf: Leaf, array: Any, of_user: Any, dice: Dice) -> None:
+    """Check random blocks of a leaf that are read from its array, and that its pieces are all of it."""
+    size = 0
+    for block, piece in leaf.pieces():
+        sizes = [part.stop - part.start for part in block]
+        size += math.prod(sizes)
+        index = tuple(slice(*sorted((dice.between(0, n), dice.between(0, n)))) for n in sizes)
+        assert_same_bits(piece.block_in(array, index), of_user[block][index])
+    assert size == leaf.size
+
+
+def check_blocks(side: Side, replicas: int, dice: Dice) -> None:
     """Check that each leaf is read back from its optimizer's block, and that a block is an array in chunks."""
     blocks = Blocks(side.layout, replicas=replicas)
     values = {item.leaf: item.value for item in side.items() if not item.leaf.frozen}
     assert {*blocks.leaves} == values.keys()
     kept = [blocks.kept(k, "x", array.dtype) for k, array in enumerate(blocks.arrays)]
+    numbers = {leaf.path: side.weights.leaves[leaf.part.leaf] for leaf in blocks.leaves}
     leaves = [blocks.kept_leaf(n, blocks.block_of(n)) for n in range(len(blocks.leaves))]
     of_kept = {leaf: values[own] for own, leaf in zip(blocks.leaves, leaves, strict=True)}
     held = [[leaf for leaf in leaves if leaf.array == k] for k in range(len(kept))]
@@ -244,7 +258,9 @@ def check_blocks(side: Side, replicas: int) -> None:
     frozen = {leaf.array for leaf in side.layout.leaves if leaf.frozen}  # there a block is zero, and its slot is not
     for own, leaf in zip(blocks.leaves, leaves, strict=True):
         array, dim = arrays[leaf.array], blocks.chunk_dim(leaf.array)
-        assert_same_bits(Leaf.of_plain(leaf.plain("as in a file")).in_array(array), values[own])
+        found = Leaf.of_plain(leaf.plain("as in a file"))
+        assert_same_bits(found.in_array(array), values[own])
+        check_pieces(found, array, numbers[own.path], dice)
         for ipu, row in enumerate(side.rows[own.array] if own.array not in frozen else []):
             chunks = array[:, min(ipu, array.shape[1] - 1)]  # all IPUs have the same, or each its own
             joined = chunks.reshape(-1) if dim is None else np.concatenate([*chunks], dim)

@@ -6,9 +6,12 @@ its own.
     python -m support.programs_for_chips tpu                  the programs that every run of the tests compiles; or gpu
     python -m support.programs_for_chips tpu zbv concurrent   one schedule, with an embedding and a head; or "basic"
     python -m support.programs_for_chips tpu exact            a training step, with `TrainOptions(exact=True)` or not
+    python -m support.programs_for_chips tpu offload          training steps with their state in the host's memory
 """
 
+import dataclasses
 import json
+import re
 import sys
 import time
 from typing import Any
@@ -22,8 +25,11 @@ import axes
 from chips import compile_alone, gpt, make_pipeline, mlp, program_of, ratio_of_cycles
 from ipu_jax import ALL_IPUS, Pipeline, Stage, TrainOptions, make_mesh, make_schedule, make_train_step
 from ipu_jax.chips import ChipReport, compile_ahead, describe
+from ipu_jax.run.ahead.compilers import compile_lowered
+from ipu_jax.steps import replicate
 from program_text import copied_rings, integer_constants, permutes_beside_work, rings, sums_outside_scans
 from sharded_ops import log_softmax_cross_entropy, tied_projection
+from support.compiled_text import computations
 
 IPUS = 4
 MICRO_BATCHES = 128  # of the program whose tables are looked at
@@ -132,6 +138,67 @@ def _exact(devices: list[Any]) -> Found:
     return found
 
 
+def _offloaded(devices: list[Any]) -> Found:
+    """Compile training steps with their state in the host's memory, and list the copies to and from it.
+
+    A stage is four pairs of matrices. "average" has norms that read the state, and an average of the weights; with
+    "turned", XLA would like to transpose the state on the host, and cannot.
+    """
+
+    def stage(w: Any, x: Any, microbatch: Any) -> Any:
+        x = microbatch if x is None else x
+        for pair in w:
+            x = x + jnp.tanh(x @ pair["a"]) @ pair["b"]
+        return x
+
+    def transposed(fn: Any) -> Any:
+        """Return a stage that reads the matrices of each pair transposed, in each other's place."""
+        return lambda w, *rest: fn([{"a": pair["b"].T, "b": pair["a"].T} for pair in w], *rest)
+
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+    last = Stage(lambda *args: jnp.mean(stage(*args) ** 2), "3", 3)
+    mesh = make_mesh(1, IPUS, devices=devices)
+    pipeline = Pipeline([*(Stage(stage, str(k), k) for k in range(3)), last], mesh=mesh, gradient_accumulation=4)
+    group = [{"a": shape(512, 1024), "b": shape(1024, 512)}] * 4
+    weights, batch = {str(k): group for k in range(IPUS)}, shape(4, 128, 512)
+    adamw, host = optax.adamw(1e-3), TrainOptions(offload=("optimizer",))
+    clipped = optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(0.1))
+    alone = replicate(lambda w, mb: jnp.mean(stage(w, None, mb) ** 2), replication_factor=IPUS, devices=devices)
+    turned = pipeline.replace(stages=[dataclasses.replace(s, fn=transposed(s.fn)) for s in pipeline.stages])
+    averaged = dataclasses.replace(host, ema_decay=0.9, on_nonfinite="skip")
+    cases = {
+        "device": (make_train_step(pipeline, adamw), weights, batch),
+        "host": (make_train_step(pipeline, adamw, host), weights, batch),
+        "average": (make_train_step(pipeline, clipped, averaged), weights, batch),
+        "turned": (make_train_step(turned, optax.contrib.muon(1e-3), host), weights, batch),
+        "function": (make_train_step(alone, clipped, host), group, shape(IPUS, 1, 128, 512)),
+    }
+    found = {}
+    for name, (step, *given) in cases.items():
+        compiled, _ = compile_lowered(step.lower(step.shapes(given[0]), given[1]), devices[0])
+        memory = compiled.memory_analysis()
+        size = lambda kind, memory=memory: getattr(memory, f"{kind}_size_in_bytes")
+        own = size("argument") + size("output") - size("alias") + size("temp")
+        inside, outside = _copies_of_host(compiled.as_text())
+        found[name] = {"bytes": own, "on host": size("host_argument"), "in loops": inside, "outside": outside}
+    return found
+
+
+def _copies_of_host(text: str) -> tuple[int, list[str]]:
+    """Return how many instructions in loops move arrays of the host's memory, which is S(5), and the others."""
+    bodies, still = computations(text), r" (bitcast|get-tuple-element|parameter|tuple|while|[\w-]+-done)\("
+    called = lambda name: re.findall(r"(?:body|condition|calls|to_apply)=%?([\w.\-]+)", "\n".join(bodies[name]))
+    waiting, in_loops = re.findall(r"body=%?([\w.\-]+)", text), set[str]()
+    while waiting:
+        name = waiting.pop()
+        waiting += [] if name in in_loops else called(name)
+        in_loops.add(name)
+    moving = [(name, line) for name, body in bodies.items() for line in body if "S(5)" in line.partition("metadata")[0]]
+    moving = [(name, line) for name, line in moving if not re.search(still, line)]
+    outside = [line for name, line in moving if name not in in_loops]
+    return len(moving) - len(outside), outside
+
+
 def _on_pairs(devices: list[Any]) -> Found:
     """Compile two MLPs on IPUs that are pairs of chips, and list what their tasks send."""
     pipeline, (weights, batch) = axes.make_pipeline(make_mesh(1, 2, tensor=2, devices=devices), "zb-h1"), axes.inputs()
@@ -157,8 +224,8 @@ def _found(report: ChipReport) -> Found:
 
 def main(platform: str, *matrix: str) -> int:
     described = describe("v5e:2x2" if platform == "tpu" else "h100x4") if matrix else []
-    if matrix == ("exact",):
-        found = _exact(described)
+    if matrix in (("exact",), ("offload",)):
+        found = (_exact if matrix == ("exact",) else _offloaded)(described)
     elif matrix:
         schedule, mode = matrix
         found = of_schedule(make_mesh(1, IPUS, devices=described), schedule, concurrent=mode == "concurrent")

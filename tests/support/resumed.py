@@ -4,10 +4,12 @@ The model has three stages: a layer with dropout and a running mean, like batch 
 columns with a sum of each column, on one IPU or split unevenly over all IPUs. The data are shuffled.
 """
 
+import contextlib
 import dataclasses
 import os
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any, cast
 
 import jax
@@ -21,6 +23,7 @@ from ipu_jax import ALL_IPUS, Checkpoints, Feed, Outputs, Pipeline, Stage, Train
 from ipu_jax.distributed.errors import InstancesMissingError
 from ipu_jax.io import CheckpointError
 from ipu_jax.options import DynamicScale
+from ipu_jax.training.checkpoints._description import stored
 from ipu_jax.training.checkpoints._store import Store
 from support import across
 from support.programs import Results
@@ -171,6 +174,28 @@ def as_if_trained(step: Any, state: Any) -> Any:
     return step.restore(jax.tree.map(drawn, step.whole(state)) | {"step": 4})
 
 
+@contextlib.contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """Yield a list that gets the bytes of each part that is read out of the arrays of a checkpoint."""
+    store, counts = cast(Any, Store), list[int]()
+    opened = store.opened
+
+    class Counted:
+        def __init__(self, array: Any):
+            self._array, self.shape = array, array.shape
+
+        def __getitem__(self, index: Any) -> np.ndarray:
+            part = np.asarray(self._array[index])
+            counts.append(part.nbytes)
+            return part
+
+    store.opened = lambda *args: {name: Counted(array) for name, array in opened(*args).items()}
+    try:
+        yield counts
+    finally:
+        store.opened = opened
+
+
 # in several processes
 
 
@@ -206,6 +231,17 @@ def restored_by_processes(folder: str, topology: str, calls: int) -> Results:
         **{f"restored{name}": value for name, value in before.items()},
         **plain(step, state),
     }
+
+
+def bytes_read_by_processes(folder: str, topology: str) -> Results:
+    """Restore; return the bytes that this process reads of arrays, and the bytes of the state that its devices hold."""
+    step = step_for(TOPOLOGIES[topology])
+    like = first_state(step)
+    with Checkpoints(folder, step, timeout=60) as checkpoints, counted_reads() as counts:
+        assert checkpoints.restore(like, resume="must") is not None
+    shards = [{f"{shard.index}": shard.data for shard in leaf.addressable_shards} for leaf in jax.tree.leaves(like)]
+    held = sum(data.size * data.dtype.itemsize for of_leaf in shards for data in map(stored, of_leaf.values()))
+    return {"read": np.array(sum(counts)), "held": np.array(held)}
 
 
 def locked_while_another_reads(folder: str) -> Results:

@@ -46,6 +46,7 @@ from ipu_jax.core.layout.packing import Sharded, arrays_of
 from ipu_jax.core.layout.tree_parts import resized
 from ipu_jax.core.mesh.axes import further_part, names_further, names_in, reduced
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.mesh.host_memory import stored
 
 _WORTH_A_PROGRAM = 2**16  # elements; their update takes about 100 us on a CPU core
 
@@ -56,6 +57,7 @@ class Blocks:
     Args:
         layout: where the weights are.
         replicas: the number of replicas over which the update of each block is divided; 1 if each replica updates all.
+        memory: the kind of memory of the arrays that are kept with blocks; None: the devices' own.
 
     Attributes:
         ipus: the number of IPUs per replica.
@@ -66,8 +68,9 @@ class Blocks:
         treedef: the structure of the logical tree.
     """
 
-    def __init__(self, layout: PackedLayout, *, replicas: int):
+    def __init__(self, layout: PackedLayout, *, replicas: int, memory: str | None = None):
         self.layout, self.replicas, self.ipus, self.leaves = layout, replicas, layout.ipus, layout.trained
+        self.memory = memory
         self._at = {leaf: number for number, leaf in enumerate(self.leaves)}
         arrays = [layout.arrays[k] for k in layout.trained_arrays]
         self.arrays = [dataclasses.replace(array, is_slot=array.is_slot and self.ipus > 1) for array in arrays]
@@ -114,8 +117,9 @@ class Blocks:
         return not self.arrays[k].is_slot and self.split(k) is None
 
     def is_local(self, leaf: int) -> bool:
-        """Return whether all of the leaf is on one IPU, and none of it on others."""
-        return not self.is_divided and self.arrays[self.block_of(leaf)].is_slot
+        """Return whether an IPU has all of the leaf and of what is kept with it, and no other IPU has a part of it."""
+        k = self.block_of(leaf)
+        return not self.is_divided and (self.arrays[k].is_slot or (self.memory is not None and self.is_whole(k)))
 
     def chunk_dim(self, k: int) -> int | None:
         """Return the dim along which the chunks of a block follow one another; None if it is cut flat, or not cut."""
@@ -153,7 +157,8 @@ class Blocks:
         if size is None and (not self.is_divided or self.chunk_dim(k) is not None):
             axes += tuple(further_part(self.arrays[k].spec))
         shape = (self.replicas, 1, *(self.update_shape(k) if size is None else (size,)))
-        return PackedArray(shape, str(dtype), PartitionSpec(*axes) if any(axes) else WHOLE, is_slot=False, name=name)
+        spec = PartitionSpec(*axes) if any(axes) else WHOLE
+        return PackedArray(shape, str(dtype), spec, is_slot=False, name=name, memory=self.memory)
 
     def kept_leaf(self, number: int, array: int, **own: Any) -> Leaf:
         """Return the place of a leaf in an array that is kept with its block, the array with this number."""
@@ -186,7 +191,7 @@ class Blocks:
         for k, (own, kept) in enumerate(zip(self.chunks_of(params), self.averages.arrays, strict=True)):
             mask, value = self.leaf_mask(k), own.astype(kept.dtype)
             arrays.append((value if mask is None else jnp.where(mask, value, 0))[None, None])
-        return Sharded(arrays, self.averages)
+        return Sharded(arrays if self.memory is None else stored(arrays), self.averages)
 
     def chunks_of(self, params: Params) -> list[Value]:
         """Return this replica's chunk of each block of the weights. Communicates nothing."""

@@ -30,15 +30,17 @@ from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.layout.leaf import WHOLE, Leaf
 from ipu_jax.core.layout.packing import Sharded, block_of
 from ipu_jax.core.mesh.devices import IPU_AXIS
+from ipu_jax.core.mesh.host_memory import HOST
 from ipu_jax.core.mesh.instances import Index, bounded, on_host, own_device, put
 
+_Place = tuple[tuple[int, ...], Dtype, NamedSharding]
 _DEVICE: Final = "device"
 _SMALL: Final = 4096  # bytes
 _LARGEST_OF_SMALL: Final = 64  # times smaller than a leaf
 _KEEP_ZEROS: Final = ("broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p", "reshape", "slice")
 
 
-class _Wanted(NamedTuple):
+class _Target(NamedTuple):
     """An array to make.
 
     Attributes:
@@ -79,16 +81,16 @@ def born(closed: Jaxpr, args: Sequence[Value], layouts: Sequence[PackedLayout], 
         layouts: where the leaves go.
         mesh: the mesh of the IPUs.
     """
-    outputs, wanted, is_zero = iter(closed.jaxpr.outvars), list[_Wanted](), _zeros_in(closed)
+    outputs, wanted, is_zero = iter(closed.jaxpr.outvars), list[_Target](), _zeros_in(closed)
     for layout in layouts:
         of_user = [next(outputs) for _ in layout.parts]
         for array, held in zip(layout.arrays, layout.held_by_array, strict=True):
-            made, on_mesh = {leaf: of_user[leaf.part.leaf] for leaf in held}, NamedSharding(mesh, array.spec_on_mesh)
+            made, on_mesh = {leaf: of_user[leaf.part.leaf] for leaf in held}, array.sharding_on(mesh)
             shape = array.shape_on_mesh(layout.ipus)
-            wanted.append(_Wanted(shape, dtype_named(array.dtype), on_mesh, held, made))
+            wanted.append(_Target(shape, dtype_named(array.dtype), on_mesh, held, made))
     are_zero = [not w.is_key and all(map(is_zero, w.made.values())) for w in wanted]
     both = [*zip(wanted, are_zero, strict=True)]
-    zeros = iter(_zeros(tuple((w.shape, w.dtype, w.sharding) for w, only_zeros in both if only_zeros))())
+    zeros = iter(_all_zeros(tuple((w.shape, w.dtype, w.sharding) for w, only_zeros in both if only_zeros)))
     computed = iter(_computed(closed, args, [w for w, only_zeros in both if not only_zeros], mesh))
     arrays = iter([next(zeros if only_zeros else computed) for only_zeros in are_zero])
     return [Sharded([next(arrays) for _ in layout.arrays], layout) for layout in layouts]
@@ -109,8 +111,21 @@ def _zeros_in(closed: Jaxpr) -> Callable[[Var], bool]:
     return of_any
 
 
+def _all_zeros(arrays: tuple[_Place, ...]) -> list[jax.Array]:
+    """Return arrays of zeros. A device makes none of those that rest in the host's memory."""
+    of_devices = iter(_zeros(tuple(of for of in arrays if of[-1].memory_kind != HOST))())
+
+    def made(shape: tuple[int, ...], dtype: Dtype, sharding: NamedSharding) -> jax.Array:
+        if sharding.memory_kind != HOST:
+            return next(of_devices)
+        block = lambda index: np.zeros([part.stop - part.start for part in bounded(index, shape)], dtype)
+        return jax.make_array_from_callback(shape, sharding, block)
+
+    return [made(*of) for of in arrays]
+
+
 @functools.lru_cache(maxsize=64)
-def _zeros(arrays: tuple[tuple[tuple[int, ...], Dtype, NamedSharding], ...]) -> Callable[[], list[jax.Array]]:
+def _zeros(arrays: tuple[_Place, ...]) -> Callable[[], list[jax.Array]]:
     """Return the program that makes arrays of zeros: one for all devices, since it is the same on each."""
     zeros = lambda: [jnp.zeros(shape, dtype) for shape, dtype, _ in arrays]
     return jax.jit(zeros, out_shardings=[sharding for *_, sharding in arrays])
@@ -134,7 +149,7 @@ class _Job(NamedTuple):
     program: Jaxpr
 
 
-def _computed(closed: Jaxpr, args: Sequence[Value], wanted: list[_Wanted], mesh: Mesh) -> list[jax.Array]:
+def _computed(closed: Jaxpr, args: Sequence[Value], wanted: list[_Target], mesh: Mesh) -> list[jax.Array]:
     """Return arrays of which each IPU computes its own part."""
     if not wanted:
         return []
@@ -157,13 +172,20 @@ def _computed(closed: Jaxpr, args: Sequence[Value], wanted: list[_Wanted], mesh:
             for n, array in enumerate(_run(compiled, jobs, values)):
                 of_device = {shard.device: shard.data for shard in array.addressable_shards}
                 for job in jobs:
-                    blocks[job.arrays[n]].update({device: of_device[device] for device in job.devices})
+                    kind = wanted[job.arrays[n]].sharding.memory_kind
+                    own = {device: _in_memory(kind, of_device[device]) for device in job.devices}
+                    blocks[job.arrays[n]].update(own)
     arrays = []
     for w, index, of_array in zip(wanted, index_of, blocks, strict=True):
         own = [of_array[device] for device in index]
         array = jax.make_array_from_single_device_arrays(own[0].shape if w.is_key else w.shape, w.sharding, own)
         arrays.append(jax.random.wrap_key_data(array, impl=key_impl(str(w.dtype))) if w.is_key else array)
     return arrays
+
+
+def _in_memory(kind: str | None, block: jax.Array) -> jax.Array:
+    """Return a block in the memory of a kind, if it is the host's."""
+    return jax.device_put(block, block.sharding.with_memory_kind(HOST)) if kind == HOST else block
 
 
 def _by_ipu(mesh: Mesh) -> list[list[Device]]:
@@ -214,7 +236,7 @@ def _compiled(closed: Jaxpr, devices: tuple[Device, ...]) -> tuple[Any, NamedSha
     return jax.jit(jax.shard_map(core.jaxpr_as_fun(closed), **how)), each
 
 
-def _jobs(closed: Jaxpr, wanted: list[_Wanted], indices: list[list[Index]], devices: list[Device]) -> list[_Job]:
+def _jobs(closed: Jaxpr, wanted: list[_Target], indices: list[list[Index]], devices: list[Device]) -> list[_Job]:
     """Return the work of an IPU.
 
     Args:
@@ -241,7 +263,7 @@ def _jobs(closed: Jaxpr, wanted: list[_Wanted], indices: list[list[Index]], devi
 
 
 def _traced(
-    eqns: list[Eqn], inputs: list[Var], arrays: list[tuple[_Wanted, list[Index]]]
+    eqns: list[Eqn], inputs: list[Var], arrays: list[tuple[_Target, list[Index]]]
 ) -> tuple[np.ndarray, list[Var], Jaxpr]:
     """Return the last fields of a `_Job` that computes these equations, and takes blocks of arrays from the results."""
     moving = [[len({index[d].start for index in of}) > 1 for d in range(len(of[0]))] for _, of in arrays]

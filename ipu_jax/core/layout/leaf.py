@@ -15,7 +15,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base.annotations import Dtype, Json, Value
 from ipu_jax.core.layout.tree_parts import Part, along, resized
@@ -38,6 +38,7 @@ class PackedArray:
         is_slot: whether each IPU has a row of its own, which `shape` leaves out. Other arrays are a leaf, or an
             optimizer's.
         name: its name in files, after the name of the tree.
+        memory: the kind of memory that holds it; None: the device's own.
     """
 
     shape: tuple[int, ...]
@@ -45,11 +46,16 @@ class PackedArray:
     spec: PartitionSpec = WHOLE
     is_slot: bool = True
     name: str = ""
+    memory: str | None = None
 
     @property
     def spec_on_mesh(self) -> PartitionSpec:
         """Return how the whole array is split over the mesh."""
         return PartitionSpec(IPU_AXIS, *self.spec) if self.is_slot else self.spec
+
+    def sharding_on(self, mesh: Mesh) -> NamedSharding:
+        """Return where the whole array is."""
+        return NamedSharding(mesh, self.spec_on_mesh, memory_kind=self.memory)
 
     def shape_on_mesh(self, ipus: int) -> tuple[int, ...]:
         """Return the shape of the whole array: with a row per IPU, or padded where it is split over them.
@@ -118,6 +124,13 @@ class Leaf:
         """Return the shape of the user's leaf, of which this may be a part."""
         return self.shape if self.size_of_rows is None else resized(self.shape, self.part.axis, self.size_of_rows)
 
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """Return which block of the user's leaf this is: a start and a stop per dim."""
+        first = 0 if self.part.rows is None else self.part.rows[0]
+        starts = [first * (dim == self.part.axis) for dim in range(len(self.shape))]
+        return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
+
     def of_whole(self, value: Value) -> Value:
         """Return this leaf's rows of the user's leaf, an array or its shape."""
         if self.size_of_rows is None:
@@ -155,11 +168,52 @@ class Leaf:
         """Return whether a block of its array, with one row of IPUs, contains the leaf, or a part of it."""
         return self.ipus is None or self.ipu is None or self.ipu == index[self.ipus].start
 
+    def pieces(self) -> "list[tuple[tuple[slice, ...], Leaf]]":
+        """Return this leaf, or each IPU's shard of it with its padding, and which block of the user's leaf it has.
+
+        >>> [block[1] for block, _ in Leaf("w", (3, 5), "int8", ipus=1, split=1, shard=(3, 2)).pieces()]
+        [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+        """
+        block, split = self.place, self.split
+        if self.ipus is None or self.shard is None or split is None:
+            return [(block, self)]
+        first, stop, size = block[split].start, block[split].stop, max(self.shard[split], 1)
+        found = list[tuple[tuple[slice, ...], Leaf]]()
+        for ipu, start in enumerate(range(first, stop, size)):
+            own = (*block[:split], slice(start, min(start + size, stop)), *block[split + 1 :])
+            found.append((own, dataclasses.replace(self, shape=self.shard, ipu=ipu, shard=None)))
+        return found
+
+    def block_in(self, array: Value, index: Sequence[slice]) -> np.ndarray:
+        """Return a block of the leaf from the whole array, of which little more is read than the block's rows.
+
+        Args:
+            array: the array, or a file of which `np.asarray(array[region])` reads a region.
+            index: where the block is in the leaf: a start and a stop per dim.
+        """
+        if self.ipus is None:
+            return np.asarray(array[tuple(index)])
+        region = self.region(array.shape)
+        row, sizes = region[: self.ipus + 1], tuple(array.shape[self.ipus + 1 :])
+        if sizes == self.shape and (self.ipus == 0 or array.shape[0] == 1):
+            return np.asarray(array[(*row, *index)])[(0,) * len(row)]
+        if len(sizes) != 1 or not self.shape:
+            return self.in_region(np.asarray(array[region]))[tuple(index)]
+        # the elements of the block's rows in the flat leaf, and the replicas' chunks that have them
+        start, stop = (row * math.prod(self.shape[1:]) for row in (index[0].start, index[0].stop))
+        first, last = start // max(sizes[0], 1), -(-stop // max(sizes[0], 1))
+        start, stop = start - first * sizes[0], stop - first * sizes[0]
+        chunks = (slice(first, last), row[-1]) if self.ipus == 1 else row
+        is_in_one = last == first + 1
+        flat = np.asarray(array[(*chunks, slice(start, stop) if is_in_one else slice(0, sizes[0]))]).reshape(-1)
+        own = flat if is_in_one else flat[start:stop]
+        return own.reshape(index[0].stop - index[0].start, *self.shape[1:])[(slice(None), *index[1:])]
+
     def block(self, value: Value, shape: Sequence[int], index: Sequence[slice], numpy: Any = np) -> Value:
         """Return what a device holds of its array: the leaf, or a part of it, with zeros beside it.
 
         Args:
-            value: the leaf. No more of it is read than the block needs, unless replicas have chunks of it.
+            value: the leaf. No more of it is read than the block's rows, or of a shard in chunks the shard.
             shape: the shape of the array.
             index: where the block is in the array. It has a start and a stop per dim, and one row of IPUs: the leaf's,
                 if the leaf is in one.
@@ -176,10 +230,14 @@ class Leaf:
             first = index[self.ipus].start * self.shard[self.split]
             own = value[along(self.split, first, first + self.shard[self.split])]
             value = padded(own, self.shard, numpy)
-        if self.ipus == 0 and value.shape == sizes:
-            return value[rows][None]
-        chunks = in_chunks(value, (shape[0] if self.ipus == 1 else 1, *sizes), self.chunks, numpy)
-        return chunks[(index[0], *rows)][:, None] if self.ipus == 1 else chunks[(slice(None), *rows)]
+        replicas, own = (shape[0], index[0]) if self.ipus == 1 else (1, slice(0, 1))
+        if replicas == 1 and value.shape == sizes:
+            chunks = value[rows][None]
+        elif own.stop - own.start == 1:
+            chunks = chunk_of(value, sizes, own.start, self.chunks, numpy)[rows][None]
+        else:
+            chunks = in_chunks(numpy.asarray(value), (replicas, *sizes), self.chunks, numpy)[(own, *rows)]
+        return chunks[:, None] if self.ipus == 1 else chunks
 
     # in files
 
@@ -231,6 +289,22 @@ def in_chunks(array: Value, shape: Sequence[int], dim: int | None, numpy: Any = 
     widths = [(0, replicas * rows - size if d == dim else 0) for d, size in enumerate(array.shape)]
     divided = numpy.pad(array, widths).reshape(*array.shape[:dim], replicas, rows, *array.shape[dim + 1 :])
     return numpy.moveaxis(divided, dim, 0)
+
+
+def chunk_of(value: Value, shape: tuple[int, ...], number: int, dim: int | None, numpy: Any = np) -> Value:
+    """Return one chunk of `in_chunks`, of this shape; no more is read of the array than its rows.
+
+    >>> chunk_of(np.arange(6).reshape(2, 3), (2, 2), 1, 1).tolist(), chunk_of(np.arange(6).reshape(2, 3), (4,), 1, None)
+    ([[2, 0], [5, 0]], array([4, 5, 0, 0]))
+    """
+    if dim is not None:
+        return padded(value[along(dim, number * shape[dim], (number + 1) * shape[dim])], shape, numpy)
+    size, stride = math.prod(shape), max(math.prod(value.shape[1:]), 1)
+    start, first = number * size, number * size // stride
+    value = value if value.shape else numpy.asarray(value).reshape(1)
+    rows = value[along(0, first, -(-(start + size) // stride))]
+    flat = numpy.asarray(rows).reshape(-1)[start - first * stride :][:size]
+    return padded(flat, (size,), numpy).reshape(shape)
 
 
 def joined_chunks(chunks: Value, shape: tuple[int, ...], dim: int | None, numpy: Any = np) -> Value:

@@ -79,6 +79,11 @@ def specs_of(layout: PackedLayout) -> Sharded:
     return Sharded([array.spec_on_mesh for array in layout.arrays], layout)
 
 
+def shardings_of(layout: PackedLayout, mesh: Mesh) -> Sharded:
+    """Return where every array of a `Sharded` with this layout is, as a `Sharded` of shardings."""
+    return Sharded([array.sharding_on(mesh) for array in layout.arrays], layout)
+
+
 @jax.transfer_guard("allow")  # the caller asks for this transfer
 def shard_tree(tree: Tree, layout: PackedLayout, mesh: Mesh) -> Sharded:
     """Place a tree on the IPUs. Communicates from host to device only; each IPU gets its own part."""
@@ -87,15 +92,26 @@ def shard_tree(tree: Tree, layout: PackedLayout, mesh: Mesh) -> Sharded:
 
 
 def shard_leaves(value_of: Callable[[Leaf], Value], layout: PackedLayout, mesh: Mesh) -> Sharded:
-    """Place the leaves of a layout, whose values `value_of` returns. It is asked for leaves of this process only."""
+    """Place the leaves of a layout, array by array.
+
+    Args:
+        value_of: returns the value of a leaf: an array, or anything of which `value[slices]` reads a block and
+            `np.asarray(value)` all. It is asked for leaves of this process only.
+        layout: where the leaves go.
+        mesh: the mesh of the arrays.
+    """
 
     def put(array: PackedArray, held: list[Leaf]) -> jax.Array:
-        shape, sharding = array.shape_on_mesh(layout.ipus), NamedSharding(mesh, array.spec_on_mesh)
+        shape, sharding = array.shape_on_mesh(layout.ipus), array.sharding_on(mesh)
         if key_impl(array.dtype) is not None:
             return put_copy(value_of(held[0]), sharding)
 
+        def read(leaf: Leaf) -> Value:
+            value = value_of(leaf)
+            return np.asarray(value) if isinstance(value, jax.Array) else value
+
         def block(index: Index | None) -> np.ndarray:  # a copy: later changes on the host don't reach the device
-            return np.array(block_of(held, lambda leaf: np.asarray(value_of(leaf)), shape, index or ()), array.dtype)
+            return np.array(block_of(held, read, shape, index or ()), array.dtype)
 
         return jax.make_array_from_callback(shape, sharding, block)
 
@@ -130,8 +146,8 @@ def block_of(
 
 def shapes_on(layout: PackedLayout, mesh: Mesh) -> Sharded:
     """Return the result of `shard_tree` with the shape, dtype and sharding of each array in place of the array."""
-    where = [NamedSharding(mesh, array.spec_on_mesh) for array in layout.arrays]
     shapes = [(array.shape_on_mesh(layout.ipus), dtype_named(array.dtype)) for array in layout.arrays]
+    where = shardings_of(layout, mesh).arrays
     return Sharded([jax.ShapeDtypeStruct(*of, sharding=at) for of, at in zip(shapes, where, strict=True)], layout)
 
 

@@ -8,7 +8,7 @@ instances must call it, in the same order. If all devices belong to this process
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from ipu_jax.base.annotations import Device, Tree, Value
+from ipu_jax.base.annotations import Device, Dtype, Tree, Value
 from ipu_jax.base.keys import is_key
 
 Index = tuple[slice, ...]
@@ -32,10 +32,10 @@ def own_device(mesh: Mesh) -> Device:
     return next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
 
 
-def shapes_by(tree: Tree, specs: Tree, mesh: Mesh) -> Tree:
-    """Return the shapes of arrays, placed on a mesh by a tree of specs."""
-    on = lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-    return jax.tree.map(on, tree, specs)
+def shapes_by(tree: Tree, shardings: Tree) -> Tree:
+    """Return the shapes of arrays, placed by a tree of shardings."""
+    on = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return jax.tree.map(on, tree, shardings)
 
 
 @jax.transfer_guard("allow")  # the caller asks for this transfer
@@ -124,6 +124,50 @@ def bounded(index: Index, shape: Sequence[int]) -> Index:
     (slice(0, 3, None), slice(2, 4, None))
     """
     return tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
+
+
+def overlap_of(one: Index, other: Index) -> Index | None:
+    """Return the block that is in both of two blocks, or None if it has no elements."""
+    both = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
+    return both if all(part.start < part.stop for part in both) else None
+
+
+def relative(inner: Index, outer: Index) -> Index:
+    """Return the index of a block in a larger block."""
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(inner, outer, strict=True))
+
+
+class PiecedArray:
+    """An array on the host that is made of pieces. A block of it is read when it is asked for, from the pieces in it.
+
+    Args:
+        shape, dtype: of the array.
+        pieces: per piece, the block that it is, and a function that returns a block of the piece.
+
+    >>> halves = [(slice(0, 2),), lambda index: np.arange(2)[index]], [(slice(2, 4),), lambda index: np.ones(2)[index]]
+    >>> array = PiecedArray((4,), np.dtype(int), halves)
+    >>> array[1:3,].tolist(), np.asarray(array).tolist()
+    ([1, 1], [0, 1, 1, 1])
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: Dtype, pieces: Sequence[tuple[Index, Callable[[Index], np.ndarray]]]
+    ):
+        self.shape, self.dtype, self._pieces = shape, dtype, pieces
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self[()], dtype)
+
+    def __getitem__(self, index: Index) -> np.ndarray:
+        block = bounded((*index, *[slice(None)] * (len(self.shape) - len(index))), self.shape)
+        found = np.empty([part.stop - part.start for part in block], self.dtype)
+        for place, read in self._pieces:
+            both = overlap_of(block, place)
+            if both == block:
+                return read(relative(block, place))
+            if both is not None:
+                found[relative(both, block)] = read(relative(both, place))
+        return found
 
 
 def device_blocks(shape: tuple[int, ...], index_of: Mapping[Device, Index | None]) -> list[tuple[Index, list[Device]]]:

@@ -176,8 +176,9 @@ class _Analyzer:
         return False
 
     def is_everywhere(self, leaf: int) -> bool:
-        """Return whether every IPU of every replica updates all of the leaf."""
-        return not self.blocks.is_divided and self.blocks.is_whole(self.blocks.block_of(leaf))
+        """Return whether every IPU of every replica updates all of the leaf, with a state in its own memory."""
+        blocks = self.blocks
+        return blocks.memory is None and not blocks.is_divided and blocks.is_whole(blocks.block_of(leaf))
 
     def is_divided_cond(self, eqn: Eqn) -> bool:
         """Return whether the equation is a cond that reads leaves which are not all on one IPU."""
@@ -228,6 +229,8 @@ class _Analyzer:
                 why = f"lie apart, on {self.blocks.ipus} IPUs"
                 if self.blocks.is_divided:
                     why = f"are cut over {self.blocks.replicas} replicas (shard_optimizer)"
+                elif self.blocks.ipus == 1:
+                    why = "are fetched from the host one by one (offload)"
                 raise ValueError(
                     f"optimizer: its {name} reads all of {leaf.path} together with other leaves, but they {why}: use "
                     "transforms that work leaf by leaf, or that meet in sums and norms"

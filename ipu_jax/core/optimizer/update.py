@@ -19,7 +19,7 @@ from jax.extend import core
 from jax.sharding import Mesh
 
 from ipu_jax.base.annotations import Dtype, Params, Tree, Value, Var
-from ipu_jax.base.jaxprs import bound, laid_open, read_by
+from ipu_jax.base.jaxprs import bound, laid_open, needed, read_by
 from ipu_jax.core.layout.blocks import Blocks, from_blocks, gather
 from ipu_jax.core.layout.born import born
 from ipu_jax.core.layout.leaf import Leaf
@@ -28,6 +28,7 @@ from ipu_jax.core.layout.tree_parts import joined
 from ipu_jax.core.mesh.axes import rounded
 from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.mesh.guard import SLOT, Fence, guard
+from ipu_jax.core.mesh.host_memory import fetched, updated_by_rows
 from ipu_jax.core.optimizer._analysis import LeafReduction, analyze_update
 from ipu_jax.core.optimizer._evaluate import LeafEvaluator, combined, partial_result, partial_shape, sent_together
 from ipu_jax.core.optimizer.state import StateLayout
@@ -106,6 +107,7 @@ class ShardedUpdate:
         loss: Value,
         *,
         round_block: Callable[[int, Value], Value] = lambda k, chunk: chunk,
+        made: Value = None,
     ) -> tuple[Value, list[Value], Sharded]:
         """Return the weights after an update, their chunks of this replica, and the optimizer's new state.
 
@@ -120,6 +122,8 @@ class ShardedUpdate:
             loss: for optimizers that take `value=`.
             round_block: gets k and block k's new weights, in float32 at least, and can round them to the block's dtype.
                 Weights that it does not round are rounded to nearest.
+            made: if the state is in the host's memory, whether the update is made, a bool that XLA does not know. If it
+                is not, weights and the arrays that are kept with blocks stay as they are.
 
         Returns:
             The new weights, laid out like `params`; per block this replica's chunk of them, (*update_shape); the new
@@ -127,12 +131,12 @@ class ShardedUpdate:
         """
         blocks = self.blocks
         gradients = [rounded(g, block.dtype) for g, block in zip(gradients, blocks.arrays, strict=True)]
-        unrounded, state = self._unrounded(gradients, state, blocks.chunks_of(params), loss)
+        unrounded, state = self._unrounded(gradients, state, blocks.chunks_of(params), loss, made)
         chunks = [round_block(k, chunk).astype(blocks[k].dtype) for k, chunk in enumerate(unrounded)]
         return from_blocks(params, gather(blocks, chunks)), chunks, state
 
     def _unrounded(
-        self, gradients: Sequence[Value], state: Sharded, params: Sequence[Params], loss: Value
+        self, gradients: Sequence[Value], state: Sharded, params: Sequence[Params], loss: Value, made: Value
     ) -> tuple[list[Value], Sharded]:
         """Return the chunks of the weights plus their updates, in float32 at least, and the optimizer's new state."""
         analysis, jaxpr = self.analysis, self.analysis.jaxpr
@@ -151,40 +155,54 @@ class ShardedUpdate:
             for eqn in eqns:
                 env.update(zip(eqn.outvars, bound(eqn, [_value_of(v, env) for v in eqn.invars]), strict=True))
             for dtype, together in sent_together(analysis.reductions[level]):
-                env.update(self._gather(dtype, together, arrays, env))
-        results = [self._new_arrays(k, of_block, env) for k, of_block in enumerate(arrays)]
+                env.update(self._gather(dtype, together, arrays, env, made))
+        results = [self._new_arrays(k, of_block, env, made) for k, of_block in enumerate(arrays)]
         values = [_value_of(self._new_state[i], env) for i in replicated]
         kept = [array[None, None] for of_block in results for array in of_block[1:]]
         return [of_block[0] for of_block in results], Sharded([*kept, *values], state.layout)
 
-    def _new_arrays(self, k: int, arrays: list[Value], env: dict[Var, Value]) -> list[Value]:
+    def _new_arrays(self, k: int, arrays: list[Value], env: dict[Var, Value], made: Value) -> list[Value]:
         """Return a block's weights plus their update, and its new state arrays.
 
         The update of a slot is inside guards, so that XLA makes it in place. An IPU without a leaf in the slot runs
-        none of them. If the update is elementwise, an IPU with a small leaf updates only the first elements.
+        none of them. If the update is elementwise, an IPU with a small leaf updates only the first elements. If the
+        state is in the host's memory, the update of any block is inside guards, which fetch and store it.
         """
         blocks, (gradient, weights, *state) = self.blocks, arrays
-        if not blocks[k].is_slot:
+        is_slot, is_offloaded = blocks[k].is_slot, blocks.memory is not None
+        if not is_slot and not is_offloaded:
             run = partial(self._updated_leaf, old=[weights, *state], mask=blocks.leaf_mask(k))
             return self._on_block(k, arrays, env, run)
-        counts, own = blocks.counts(k), blocks.own_count(k)
+        counts, own = blocks.counts(k), blocks.own_count(k) if is_slot else 0
         has_rows = blocks.chunk_dim(k) is not None  # which may be padding
         is_elementwise = all(self._is_elementwise(leaf) for leaf in blocks.leaves_in[k] if leaf is not None)
         new = [weights.astype(jnp.promote_types(weights.dtype, jnp.float32)), *state]
-        for shorter, length in itertools.pairwise([0, *(blocks.lengths(k) if is_elementwise else [weights.size])]):
+        lengths = blocks.lengths(k) if is_slot and is_elementwise else [weights.size]
+        for shorter, length in itertools.pairwise([0, *lengths]):
 
             def body(fence: Fence, old: list[Value], shorter: int = shorter, length: int = length) -> list[Value]:
-                first = [fence(gradient), *old]
-                if length < weights.size:
-                    first = [lax.dynamic_slice_in_dim(array, fence.zero, length) for array in first]
-                first[1] = first[1].astype(weights.dtype)
                 is_filled = {int(n) for n in counts.flat if shorter < n <= length} == {length} and not has_rows
-                mask = None if is_filled else blocks.leaf_mask(k, fence.zero)
-                mask = None if mask is None else _first(mask, length)
-                return self._on_block(k, first, env, partial(self._updated_leaf, old=old, mask=mask, zero=fence.zero))
+                mask = None if is_filled and is_slot else blocks.leaf_mask(k, fence.zero)
+                fenced = fence(gradient)
 
+                def of_arrays(cut: Callable[[Value], Value], old: list[Value]) -> list[Value]:
+                    first = [cut(fenced), *old]
+                    if length < weights.size and not is_offloaded:
+                        first = [lax.dynamic_slice_in_dim(array, fence.zero, length) for array in first]
+                    first[1] = first[1].astype(weights.dtype)
+                    own = None if mask is None else _first(cut(mask), length)
+                    of_leaf = partial(self._updated_leaf, old=old, mask=own, zero=fence.zero)
+                    return self._on_block(k, first, env, of_leaf)
+
+                if not is_offloaded:
+                    return of_arrays(lambda array: array, old)
+                has_many = is_elementwise and weights.size > 0 and weights.ndim > 0
+                rows = min(length, weights.shape[0]) if has_many else None
+                return updated_by_rows(old, of_arrays, rows=rows, zero=fence.zero)
+
+            active = (shorter < own) & (own <= length) if is_slot else made
             with jax.named_scope(SLOT):
-                new = guard(jnp.int32(0), (shorter < own) & (own <= length), body, new)[1]
+                new = guard(jnp.int32(0), active & made if is_offloaded else active, body, new)[1]
         return new
 
     def _is_elementwise(self, leaf: int) -> bool:
@@ -313,7 +331,7 @@ class ShardedUpdate:
         )
 
     def _gather(
-        self, dtype: Dtype, reductions: Sequence[LeafReduction], arrays: list[Value], env: dict[Var, Value]
+        self, dtype: Dtype, reductions: Sequence[LeafReduction], arrays: list[Value], env: dict[Var, Value], made: Value
     ) -> dict[Var, Value]:
         """Return the results of these reductions on every IPU, with one all_gather of `dtype` per mapped axis."""
         blocks, vectors, offset = self.blocks, [], 0
@@ -331,7 +349,15 @@ class ShardedUpdate:
             length = max(ends) - offset  # a block's vector has the same length on all IPUs
             if any(of_block.values()):
                 run = self._partial_results(of_block, length, dtype, blocks.leaf_mask(k))
-                vectors += self._on_block(k, arrays[k], env, run)
+                if self.blocks.memory is not None and self._read_state(of_block):
+
+                    def body(fence: Fence, _: list[Value], k: int = k, run: Any = run) -> list[Value]:
+                        gradient, weights, *state = fence(arrays[k])
+                        return self._on_block(k, [gradient, weights, *fetched(state)], env, run)
+
+                    vectors += guard(jnp.int32(0), made, body, [jnp.zeros(length, dtype)])[1]
+                else:
+                    vectors += self._on_block(k, arrays[k], env, run)
             offset += length
         everyone = jnp.concatenate(vectors)
         for axis in blocks.axes:
@@ -341,6 +367,13 @@ class ShardedUpdate:
             v: combined(blocks, r, v, everyone[:, :, at : at + math.prod(shape)].reshape(*everyone.shape[:2], *shape))
             for r, v, at, shape in parts
         }
+
+    def _read_state(self, of_block: dict[int, list[LeafReduction]]) -> bool:
+        """Return whether reductions read a state that is kept with blocks."""
+        variables, kept = self.state_layout.variables, self.analysis.leaf_of_state
+        results = [v for of_leaf in of_block.values() for reduction in of_leaf for v in reduction.outputs]
+        read = read_by(needed(self.analysis.jaxpr.eqns, results), results)
+        return not {variables[i] for i in kept}.isdisjoint(read)
 
     def _partial_results(self, of_block: dict[int, list[LeafReduction]], length: int, dtype: Dtype, mask: Value) -> Any:
         """Return the program that packs a leaf's partial results into a vector of this length."""

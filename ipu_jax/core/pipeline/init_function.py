@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import Mesh
 
@@ -66,6 +67,8 @@ class InitFunction:
             )
         named, treedef = jax.tree.flatten_with_path(tuple(args))
         for (at, *path), value in named:
+            if isinstance(value, Tracer):
+                raise ValueError("init was called inside jax.jit, with a traced argument: call it outside")
             if not is_key(value) and not isinstance(value, bool | int | float | complex):
                 where = f"argument {at.idx + 1} of init_fn{jax.tree_util.keystr(tuple(path))}"
                 check_array(where, value)

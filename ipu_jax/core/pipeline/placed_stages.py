@@ -118,7 +118,7 @@ class PlacedStages:
 
     def lowered(self, program: Any, given: StepArgs) -> Any:
         """Return a jitted program of these four arguments, lowered for arrays or shapes, wherever these are."""
-        placed = lambda tree: tree and shapes_by(tree, packing.specs_of(tree.layout), self.mesh)
+        placed = lambda tree: tree and shapes_by(tree, packing.shardings_of(tree.layout, self.mesh))
         spec = PartitionSpec(*[REPLICA_AXIS] * given_dims(self.replicas))
         batch = packing.batch_shapes(given.batch, self.mesh, spec)
         key = None if given.key is None else jax.ShapeDtypeStruct(given.key.shape, given.key.dtype)

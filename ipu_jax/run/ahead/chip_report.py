@@ -202,6 +202,7 @@ class Memory:
         temporary, program: what else it needs while it runs, and its code; None if it was too large to be compiled.
         needed: all of it together. If it was too large, at least so much, as the compiler says.
         available: what the chip has for a program; None if its kind is not known.
+        host: what rests in the host's memory, and in none of the others.
     """
 
     arguments: int
@@ -211,6 +212,7 @@ class Memory:
     program: int | None
     needed: int
     available: int | None
+    host: int = 0
 
     @property
     def missing(self) -> int:
@@ -300,6 +302,8 @@ class ChipReport(Shown):
         if memory.temporary is not None:
             reused = f"the buffers of {_bytes(memory.reused)}" if memory.reused else "no buffer"
             lines.append(f"results reuse {reused} of the arguments")
+        if memory.host:
+            lines.append(f"{_bytes(memory.host)} more in the host's memory: a step on paper has no time for its copies")
         return lines
 
     def _work_lines(self) -> list[str]:

@@ -26,6 +26,7 @@ from ipu_jax.core.engine.labels import UPDATE
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.layout.packing import Sharded
 from ipu_jax.core.mesh.devices import REPLICA_AXIS, is_described
+from ipu_jax.core.mesh.host_memory import HOST
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.programs.cost import bytes_of, in_units
 from ipu_jax.core.step_args import StepArgs, given_dims
@@ -47,18 +48,22 @@ class HandedOver(BaseException):
         self.report = report
 
 
-_awaited = False
+_awaited: tuple[str, ...] | None = None
 
 
 @contextlib.contextmanager
-def awaiting() -> Iterator[None]:
-    """Let `hand_over` compile, and end the script by raising `HandedOver`."""
+def awaiting(offload: str | None = None) -> Iterator[None]:
+    """Let `hand_over` compile, and end the script by raising `HandedOver`.
+
+    Args:
+        offload: what rests in the host's memory; None: what the options of the script's step say.
+    """
     global _awaited
-    _awaited = True
+    _awaited = (offload,) if offload else ()
     try:
         yield
     finally:
-        _awaited = False
+        _awaited = None
 
 
 def hand_over(model: Any, params: Params, batch: Batch, *, state: Tree = None, key: Key = None) -> None:
@@ -69,7 +74,10 @@ def hand_over(model: Any, params: Params, batch: Batch, *, state: Tree = None, k
     Args:
         model, params, batch, state, key: as for `compile_ahead`.
     """
-    if _awaited:
+    if _awaited is not None:
+        if _awaited and not isinstance(model, TrainStep):
+            raise ValueError(f"--offload {_awaited[0]} needs a TrainStep, which has one: hand it over, or leave it out")
+        model = model.offloading(_awaited) if _awaited else model
         raise HandedOver(compile_ahead(model, params, batch, state=state, key=key))
 
 
@@ -157,9 +165,10 @@ def _compiled(
 
 
 def bytes_per_device(tree: Tree) -> int:
-    """Return the bytes of arrays, or of their shapes, on one device of their shardings."""
+    """Return the bytes of arrays, or of their shapes, on one device of their shardings; not those on the host."""
     share = lambda leaf: leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
-    return sum(share(leaf) for leaf in jax.tree.leaves(tree) if getattr(leaf, "sharding", None) is not None)
+    placed = [leaf for leaf in jax.tree.leaves(tree) if getattr(leaf, "sharding", None) is not None]
+    return sum(share(leaf) for leaf in placed if leaf.sharding.memory_kind != HOST)
 
 
 def _memory(analysis: Any, available: int | None) -> Memory:
@@ -167,7 +176,8 @@ def _memory(analysis: Any, available: int | None) -> Memory:
     arguments, temporary = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
     program = analysis.generated_code_size_in_bytes
     needed = arguments + results - reused + temporary + program
-    return Memory(arguments, results, reused, temporary, program, needed, available)
+    on_host = [getattr(analysis, f"host_{name}_size_in_bytes") for name in ("argument", "output", "temp", "alias")]
+    return Memory(arguments, results, reused, temporary, program, needed, available, sum(on_host) - 2 * on_host[-1])
 
 
 def _check_part(mesh: Mesh) -> None:

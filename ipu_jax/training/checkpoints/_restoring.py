@@ -1,25 +1,26 @@
 """Find the checkpoint that a training run resumes from, the last whole one of this run, and read its state.
 
-Arrays are read onto the IPUs, or leaf by leaf on the host for another topology.
+Arrays are read onto the IPUs, or leaf by leaf for another topology. Each process reads only what its devices need.
 """
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
-from ipu_jax.base.annotations import Json
-from ipu_jax.base.keys import is_key
+from ipu_jax.base.annotations import Json, Value
+from ipu_jax.base.keys import key_impl
 from ipu_jax.core.layout.leaf import Leaf
+from ipu_jax.core.mesh.instances import Index, PiecedArray, relative
 from ipu_jax.training.checkpoints import _all_instances, _description, _folder, _seal
 from ipu_jax.training.checkpoints._description import KINDS, has_same_places, leaves, named, with_arrays
-from ipu_jax.training.checkpoints._store import Store
+from ipu_jax.training.checkpoints._store import Store, as_key
 from ipu_jax.training.checkpoints.errors import CheckpointError, CheckpointWarning, UnreadableError, errno_of
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.update.step import TrainStep
@@ -182,39 +183,75 @@ def read(store: Store, found: _folder.Found, step: TrainStep, like: TrainState, 
 
 def _read_as_saved(store: Store, found: _folder.Found, step: TrainStep, like: TrainState) -> TrainState:
     """Return the state of a checkpoint with the same arrays as this step. Each process reads its own shards."""
-    specs = named(step.placement.specs(like))
-    shardings = {name: NamedSharding(step.model.mesh, spec) for name, spec in specs.items()}
+    shardings = named(step.placement.shardings(like))
     state = with_arrays(like, store.read(found.path, named(like), shardings))
     return dataclasses.replace(state, nonfinite=step.placement.no_streak())
 
 
+@jax.transfer_guard("allow")  # the caller asks for this transfer
 def _read_by_leaves(store: Store, found: _folder.Found, step: TrainStep, like: TrainState) -> TrainState:
     """Return the state of a checkpoint of another topology.
 
-    Each host reads all arrays, a few at a time, and holds the whole state until it is placed, like `TrainStep.restore`.
+    Each process reads the rows of its own devices, and holds one array of them at a time until it is placed.
     """
+    step.check_state(like)
     seal: Json = found.seal
-    saved, whole = seal["model"], {kind: dict[str, Json]() for kind in KINDS}
-    single: dict[str, Json] = {}
-    in_array: dict[str, list[tuple[str, Leaf]]] = {name: [] for name in saved["arrays"]}
-    for kind in KINDS:
-        for name, leaf in leaves(saved, kind):
-            in_array[name].append((kind, leaf))
-    for name, array in store.whole(found.path, saved["arrays"]):
-        if not in_array[name]:
-            single[name] = array
-        for kind, leaf in in_array[name]:
-            if is_key(array):
-                whole[kind][leaf.path] = array
-            else:  # other arrays may have other rows of it
-                own = leaf.in_array(array)
-                whole[kind].setdefault(leaf.path, np.empty(leaf.whole_shape, own.dtype))[leaf.part.index] = own
+    described = seal["model"]["arrays"]
+    arrays = store.opened(found.path, described)
+    single = lambda name: as_key(np.asarray(arrays[name][...]), described[name]["dtype"])
     scale = like.scale
     if scale is not None:
-        values = {name: jnp.asarray(single[f"scale.{name}"]) for name in ("scale", "good_steps")}
+        values = {name: jnp.asarray(single(f"scale.{name}")) for name in ("scale", "good_steps")}
         scale = dataclasses.replace(scale, **values)
-    trees = step.placement.assembled(like, whole)
-    return step.restore({**trees, "scale": scale, "step": int(single["step"]), "key": single.get("key")})
+    key = single("key") if "key" in arrays else None
+    value_of = _SavedLeaves(seal["model"], arrays).value_of
+    return step.placement.placed_by(value_of, like, scale=scale, step=int(single("step")), key=key)
+
+
+class _SavedLeaves:
+    """Finds leaves of this run in the arrays of a checkpoint.
+
+    Args:
+        saved: the description of the checkpoint.
+        arrays: its arrays by name, as `Store.opened` returns them.
+    """
+
+    def __init__(self, saved: Mapping[str, Json], arrays: Mapping[str, Any]):
+        self._arrays, self._pieces = arrays, dict[tuple[str, str], list[tuple[Index, Leaf, str]]]()
+        for kind in KINDS:
+            # a part that several groups share is in several arrays, and is read from one
+            parts = {(leaf.path, leaf.part.rows): (name, leaf) for name, leaf in leaves(saved, kind)}
+            for name, leaf in parts.values():
+                pieces = [(*piece, name) for piece in leaf.pieces()]
+                self._pieces.setdefault((kind, leaf.path), []).extend(pieces)
+        self._placing, self._read = ("", -1), dict[str, _ReadOnce]()
+
+    def value_of(self, kind: str, leaf: Leaf) -> Value:
+        """Return a leaf, as `shard_leaves` asks for it; keys are read at once."""
+        if self._placing != (kind, leaf.array):  # what was read for the array before is placed
+            self._placing, self._read = (kind, leaf.array), {}
+        pieces = self._pieces[kind, leaf.path]
+        for _, _, name in pieces:
+            self._read.setdefault(name, _ReadOnce(self._arrays[name]))
+        if key_impl(leaf.dtype) is not None:
+            return as_key(np.asarray(self._arrays[pieces[0][2]][...]), leaf.dtype)
+        own = [(block, functools.partial(piece.block_in, self._read[name])) for block, piece, name in pieces]
+        reads = [(relative(block, leaf.place), read) for block, read in own]
+        return PiecedArray(leaf.shape, jnp.dtype(leaf.dtype), reads)
+
+
+class _ReadOnce:
+    """An array whose regions are read once, though several devices ask for them."""
+
+    def __init__(self, array: Any):
+        self.shape, self._array = array.shape, array
+        self._regions: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+
+    def __getitem__(self, region: Index) -> np.ndarray:
+        bounds = tuple((part.start, part.stop) for part in region)
+        if bounds not in self._regions:
+            self._regions[bounds] = np.asarray(self._array[region])
+        return self._regions[bounds]
 
 
 def warn(text: str) -> None:

@@ -25,7 +25,7 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,7 +40,7 @@ from ipu_jax.training.checkpoints._description import stored
 
 _LOOK_EVERY: Final = 0.1
 _LAST_CHANCE: Final = 5.0  # seconds for a write to end after another instance has failed
-_READ_AT_ONCE: Final = 1 << 28  # bytes of arrays that a host holds besides the leaves that it assembles
+_INDEX_BYTES: Final = 10**8  # bytes of the files' index that stay in memory while arrays are read
 
 
 def import_orbax() -> Any:
@@ -72,7 +72,8 @@ class Store:
         meet = lambda *, key, timeout_ms: meetings.meet(key, timeout_ms / 1000)
         together = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=processes)
         # weights hardly compress, and compression would slow the steps down; replicas are written once
-        handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=together)
+        form = {"use_ocdbt": True, "use_zarr3": False}  # as `opened` reads it
+        handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=together, **form)
         self._make = lambda: ocp.AsyncCheckpointer(
             handler,
             timeout_secs=max(1, math.ceil(seconds)),
@@ -129,42 +130,40 @@ class Store:
                 found[name] = jax.make_array_from_callback(
                     empty.shape, shardings[name], lambda i, empty=empty: empty[i]
                 )
-        return {name: _as_key(found[name], str(array.dtype)) for name, array in like.items()}
+        return {name: as_key(found[name], str(array.dtype)) for name, array in like.items()}
 
-    def whole(self, folder: Path, saved: Mapping[str, Json]) -> Iterator[tuple[str, Value]]:
-        """Yield (name, array) of whole arrays on the host, reading a few at a time; keys come back as typed keys.
+    def opened(self, folder: Path, saved: Mapping[str, Json]) -> dict[str, Any]:
+        """Return arrays by name, of which `np.asarray(array[index])` reads a part from the file; keys are their data.
+
+        Whole pieces are read, as the devices that saved them held them, but no more is kept than the part.
 
         Args:
             folder: where they were written.
             saved: by name, the saved shape and dtype.
         """
-        together: list[str] = []
-        for i, name in enumerate(saved):
-            if math.prod(saved[name]["shape"]):
-                together.append(name)
-            else:
-                yield name, np.zeros(saved[name]["shape"], jax.numpy.dtype(saved[name]["dtype"]))
-            if together and (i + 1 == len(saved) or sum(_bytes(saved[each]) for each in together) >= _READ_AT_ONCE):
-                how = {each: self._ocp.RestoreArgs(restore_type=np.ndarray) for each in together}
-                item = dict.fromkeys(together, 0)
-                args = self._ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
-                found = self._checkpointer.restore(folder, args)
-                yield from ((each, _as_key(found[each], saved[each]["dtype"])) for each in together)
-                together = []
+        tensorstore = importlib.import_module("tensorstore")  # comes with orbax, which reads and writes by it
+        context = tensorstore.Context({"cache_pool#ocdbt": {"total_bytes_limit": _INDEX_BYTES}})
+
+        def opening(name: str) -> Any:
+            base = {"driver": "file", "path": f"{folder.absolute()}/"}
+            where = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+            spec = {"driver": "zarr", "kvstore": {**where, "cache_pool": "cache_pool#ocdbt"}}
+            return tensorstore.open(spec, open=True, read=True, context=context)
+
+        found = {name: opening(name) for name, array in saved.items() if math.prod(array["shape"])}
+        empty = {name: array for name, array in saved.items() if name not in found}
+        opened = {name: future.result() for name, future in found.items()}
+        return opened | {name: np.zeros(of["shape"], jax.numpy.dtype(of["dtype"])) for name, of in empty.items()}
 
     def close(self) -> None:
         """Free orbax's resources, when it has nothing left to write."""
         self._checkpointer.close()
 
 
-def _as_key(array: Value, dtype: str) -> Value:
+def as_key(array: Value, dtype: str) -> Value:
+    """Return what was stored of an array of this dtype: the array itself, or the keys whose data it is."""
     impl = key_impl(dtype)
     return array if impl is None else jax.random.wrap_key_data(array, impl=impl)
-
-
-def _bytes(described: dict[str, Json]) -> int:
-    is_key = key_impl(described["dtype"]) is not None
-    return math.prod(described["shape"]) * (16 if is_key else jax.numpy.dtype(described["dtype"]).itemsize)
 
 
 # what orbax prints and counts

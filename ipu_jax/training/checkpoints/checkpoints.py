@@ -133,8 +133,8 @@ class Checkpoints:
     def restore(self, like: TrainState, *, resume: str | os.PathLike[str] = "auto") -> Restored | None:
         """Restore the last whole checkpoint, or return None for a fresh start. Call it before the first save.
 
-        The IPUs, replicas, schedule and places of stages can differ from those that saved. Then each host reads the
-        whole state. Otherwise each instance reads the shards of its own devices. Nothing is compiled before the
+        The IPUs, replicas, schedule and places of stages can differ from those that saved. Each instance reads the
+        shards of its own devices, or then the rows of leaves that its devices need. Nothing is compiled before the
         checkpoint is known to fit.
 
         Across several instances it communicates what is wrong with each instance's share of the files.

@@ -55,8 +55,9 @@ class Arguments:
                     )
         if not self._placer.update_for(state.params).state_layout.fits(state.optimizer):
             raise ValueError(
-                "state.optimizer is another optimizer's, or of weights in other places: use the step that made it, "
-                "or begin anew with its weights, step.init(other.whole(state)['params'], ...)"
+                "state.optimizer is another optimizer's, of weights elsewhere, or in another memory (offload): use "
+                "the step that made it, for another memory step.restore(other.whole(state)), or begin anew with its "
+                "weights, step.init(other.whole(state)['params'], ...)"
             )
         if (state.scale is None) == isinstance(self._options.loss_scale, DynamicScale):
             raise ValueError("the state and this step differ in whether they scale the loss by a DynamicScale")

@@ -5,7 +5,8 @@
 """
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,9 @@ from ipu_jax.base.keys import with_keys, without_keys
 from ipu_jax.core.layout import packing
 from ipu_jax.core.layout.blocks import Blocks, from_blocks, gather
 from ipu_jax.core.layout.layout import PackedLayout
-from ipu_jax.core.layout.leaf import WHOLE
-from ipu_jax.core.layout.packing import Sharded, reader, shapes_on, shard_tree, unshard_tree, whole_shapes
+from ipu_jax.core.layout.leaf import WHOLE, Leaf
+from ipu_jax.core.layout.packing import Sharded, reader, shapes_on, shard_tree, shardings_of, unshard_tree, whole_shapes
+from ipu_jax.core.mesh.host_memory import HOST, fetched
 from ipu_jax.core.mesh.instances import put_copy, shapes_by
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.core.options import TrainOptions
@@ -62,7 +64,8 @@ class StatePlacer:
         layout = self.model.layout(params)
         if layout not in self._updates:
             replicas = self.model.replicas if self._options.shard_optimizer else 1
-            self._updates[layout] = ShardedUpdate(self._optimizer, Blocks(layout, replicas=replicas))
+            memory = HOST if "optimizer" in self._options.offload else None
+            self._updates[layout] = ShardedUpdate(self._optimizer, Blocks(layout, replicas=replicas, memory=memory))
         return self._updates[layout]
 
     def first(self, params: Params, stages: Tree, key: Key) -> TrainState:
@@ -136,7 +139,7 @@ class StatePlacer:
             ema=None if self._options.ema_decay is None else shapes_on(update.blocks.averages, model.mesh),
             nonfinite=None if self._options.on_nonfinite is None else count,
         )
-        return shapes_by(state, self.specs(state), model.mesh)
+        return shapes_by(state, self.shardings(state))
 
     def placed(self, whole: dict[str, Tree]) -> TrainState:
         """Place a state that `whole` returned, perhaps from a step for other IPUs or replicas.
@@ -144,22 +147,42 @@ class StatePlacer:
         Raises:
             ValueError: the state does not fit the model, the optimizer or the options.
         """
-        of_stages, params = self._placed_stages(whole["stages"]), self._in_held(whole["params"])
-        placed = self.model.place(params)
-        update, average = self.update_for(placed), whole.get("ema")
+        params, average = self._in_held(whole["params"]), whole.get("ema")
+        like = self.shapes(params, whole["stages"], whole["key"])
         if (average is None) != (self._options.ema_decay is None):
             raise ValueError(
                 "the saved state and this step differ in whether they average the weights by ema_decay: give whole the "
                 "'ema' None, or to begin the average anew its own 'params'"
             )
-        ema = None
         if average is not None:
             shapes_of = lambda tree: (jax.tree.structure(tree), [*map(jnp.shape, jax.tree.leaves(tree))])
             if shapes_of(average) != shapes_of(params):
                 raise ValueError("the saved 'ema' is not a tree like the saved 'params': give what whole returned")
-            ema = shard_tree(average, update.blocks.averages, self.model.mesh)
-        optimizer, scale = update.restore(whole["optimizer"], self.model.mesh), whole["scale"]
-        return self._state(placed, optimizer, of_stages, scale=scale, step=whole["step"], key=whole["key"], ema=ema)
+        self.update_for(like.params).state_layout.check_whole(whole["optimizer"])
+        trees = {**whole, "params": params}
+        leaves = {kind: layout.leaves_of(trees[kind]) for kind, layout in self.layouts(like).items()}
+        value_of = lambda kind, leaf: leaf.of_whole(leaves[kind][leaf.part.leaf])
+        return self.placed_by(value_of, like, scale=whole["scale"], step=whole["step"], key=whole["key"])
+
+    def placed_by(
+        self, value_of: Callable[[str, Leaf], Value], like: TrainState, *, scale: Value, step: int, key: Key
+    ) -> TrainState:
+        """Place a state leaf by leaf, so that the host holds one array of it at a time.
+
+        Args:
+            value_of: returns the value of a leaf of a kind in `layouts`, as for `shard_leaves`.
+            like: a state of this step, or its shapes.
+            scale, step, key: what the new state has of them, on the host.
+        """
+        placed = {
+            kind: packing.shard_leaves(functools.partial(value_of, kind), layout, self.model.mesh)
+            for kind, layout in self.layouts(like).items()
+        }
+        params = placed["params"]
+        if not isinstance(like.params, Sharded):
+            params = jax.tree.unflatten(params.layout.treedef, params.arrays)
+        others = {"stages": placed.get("stages"), "ema": placed.get("ema")}
+        return self._state(params, placed["optimizer"], **others, scale=scale, step=step, key=key)
 
     def whole(self, state: TrainState) -> dict[str, Tree]:
         """Return whole copies of everything in a state, each in its owner's form; None for what is not in it."""
@@ -184,16 +207,6 @@ class StatePlacer:
         of_trees = {kind: tree.layout for kind, tree in trees.items() if tree is not None}
         return {"params": self.model.layout(state.params)} | of_trees
 
-    def assembled(self, state: TrainState, leaves: Mapping[str, Mapping[str, Value]]) -> dict[str, Tree]:
-        """Return the trees that `whole` returns, from whole leaves by kind and path."""
-        found: dict[str, Tree] = {"stages": None, "ema": None}
-        for kind, layout in self.layouts(state).items():
-            of_kind = [None if leaf.array < 0 else leaves[kind][leaf.path] for leaf, *_ in layout.parts]
-            found[kind] = jax.tree.unflatten(layout.treedef, of_kind)
-        if state.ema is not None:
-            found["ema"] = _with_trained(found["params"], found["ema"])
-        return found
-
     def of_one_update(self, state: TrainState, batch: Batch) -> StepArgs:
         """Return the arguments of one update of a call as a user gives them, with the shapes of its batch if K > 1."""
         dims, key = given_dims(self._options.device_iterations), state.key if self.model.random else None
@@ -202,17 +215,15 @@ class StatePlacer:
 
     def specs(self, state: TrainState) -> TrainState:
         """Return the PartitionSpec of every array of a state."""
-        everywhere = lambda tree: jax.tree.map(lambda _: WHOLE, tree)
-        return TrainState(
-            params=specs_of(state.params),
-            optimizer=specs_of(state.optimizer),
-            stages=specs_of(state.stages),
-            scale=everywhere(state.scale),
-            step=WHOLE,
-            key=everywhere(state.key),
-            ema=specs_of(state.ema),
-            nonfinite=everywhere(state.nonfinite),
-        )
+        return jax.tree.map(lambda sharding: sharding.spec, self.shardings(state))
+
+    def shardings(self, state: TrainState) -> TrainState:
+        """Return where every array of a state is: how it is divided over the mesh, and in which memory."""
+        mesh = self.model.mesh
+        on_all = NamedSharding(mesh, WHOLE)
+        of = lambda tree: shardings_of(tree.layout, mesh) if isinstance(tree, Sharded) else on_all
+        is_packed = lambda node: isinstance(node, Sharded)
+        return jax.tree.map(of, state, is_leaf=is_packed)
 
     def _in_held(self, params: Params) -> Params:
         """Return whole weights, or their shapes, in the dtypes in which the step holds them."""
@@ -263,6 +274,7 @@ def with_average(blocks: Blocks, params: Params, averages: Sharded) -> Params:
     """
     arrays = []
     for k, (average, own) in enumerate(zip(averages.arrays, blocks.chunks_of(params), strict=True)):
+        (average,) = fetched([average]) if blocks.memory else [average]
         array, mask = average[0, 0].astype(own.dtype), blocks.leaf_mask(k)
         # a slot may hold frozen weights of this IPU
         arrays.append(array if mask is None else jnp.where(mask, array, own))

@@ -6,7 +6,7 @@ gradients of M micro-batches -> sum over replicas -> unscale, clip -> optax -> r
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from ipu_jax.core.engine.labels import UPDATE
 from ipu_jax.core.layout.blocks import Blocks, summed
 from ipu_jax.core.mesh.axes import reduced
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
+from ipu_jax.core.mesh.guard import Fence, guard
+from ipu_jax.core.mesh.host_memory import is_stored, updated_by_rows
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.step_args import StepArgs, given_dims
@@ -102,12 +104,17 @@ class Iteration:
             gradients = [g / jnp.asarray(divisor, g.dtype) for g in map(widened, gradients)]
 
         round_block = functools.partial(self._rounded, key=key)
+        made = None
+        if blocks.memory is not None:  # XLA does not know that it is True
+            made = (state.step >= 0) & (True if decision is None else decision.made)
         params, chunks, optimizer = update.apply(
-            gradients, state.optimizer, state.params, loss, round_block=round_block
+            gradients, state.optimizer, state.params, loss, round_block=round_block, made=made
         )
         ema = state.ema
         if ema is not None and options.ema_decay is not None:
-            ema = dataclasses.replace(ema, arrays=next_average(options.ema_decay, ema.arrays, chunks))
+            averaged = functools.partial(next_average, options.ema_decay)
+            arrays = averaged(ema.arrays, chunks) if made is None else _by_block(averaged, ema.arrays, chunks, made)
+            ema = dataclasses.replace(ema, arrays=arrays)
         new = dataclasses.replace(state, params=params, optimizer=optimizer, stages=found.stages, ema=ema)
         if decision is not None:
             new = self._unless_bad(decision, new, state)
@@ -140,7 +147,8 @@ class Iteration:
     def _unless_bad(self, decision: Decision, new: TrainState, old: TrainState) -> TrainState:
         """Return the new state if the update is made, else the old state, with the next loss scale in both cases."""
         keyless = [dataclasses.replace(state, key=None, scale=None) for state in (new, old)]
-        chosen = jax.tree.map(lambda n, o: jnp.where(decision.made, n, o), *keyless)
+        # the guards have decided about arrays in the host's memory
+        chosen = jax.tree.map(lambda n, o: n if is_stored(n) else jnp.where(decision.made, n, o), *keyless)
         scale = old.scale
         if isinstance(self.options.loss_scale, DynamicScale):
             assert scale is not None, "init makes it"
@@ -203,6 +211,22 @@ def next_average(decay: float, averages: Sequence[Value], weights: Sequence[Valu
     [[[3.0, 3.0]]]
     """
     return [e + (1 - decay) * (w.astype(e.dtype)[None, None] - e) for e, w in zip(averages, weights, strict=True)]
+
+
+def _by_block(
+    averaged: Callable[..., list[Value]], averages: Sequence[Value], weights: Sequence[Value], made: Value
+) -> list[Value]:
+    """Return the averages after an update, in the host's memory: each block is fetched and stored in a guard."""
+    new = []
+    for average, chunk in zip(averages, weights, strict=True):
+
+        def body(fence: Fence, old: list[Value], chunk: Value = chunk) -> list[Value]:
+            fenced, rows = fence(chunk), chunk.shape[0] if chunk.size and chunk.ndim else None
+            of_rows = lambda cut, own: [averaged([own[0][None, None]], [cut(fenced)])[0][0, 0]]
+            return updated_by_rows(old, of_rows, rows=rows, zero=fence.zero)
+
+        new += [array[None, None] for array in guard(jnp.int32(0), made, body, [average[0, 0]])[1]]
+    return new
 
 
 def clip(largest: float) -> optax.GradientTransformation:

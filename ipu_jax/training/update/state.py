@@ -59,7 +59,8 @@ class TrainState:
             return "TrainState(used up: a call reused its buffers; go on with the state that it returned)"
         parts = [f"step={_value(self.step)}", f"{_weights(self.params):,} weights in {_bytes(self.params)}"]
         held = {"optimizer state": self.optimizer, "state of stages": self.stages, "average of weights": self.ema}
-        parts += [f"{name} in {_bytes(tree)}" for name, tree in held.items() if jax.tree.leaves(tree)]
+        where = lambda tree: " of the host" * any(array.memory for array in tree.layout.arrays)
+        parts += [f"{name} in {_bytes(tree)}{where(tree)}" for name, tree in held.items() if jax.tree.leaves(tree)]
         if self.scale is not None:
             parts.append(f"loss scale {_value(self.scale.scale)}")
         if self.nonfinite is not None and _value(self.nonfinite) != "0":

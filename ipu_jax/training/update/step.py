@@ -28,6 +28,7 @@ from ipu_jax.base.showing import counted
 from ipu_jax.core.layout.leaf import WHOLE
 from ipu_jax.core.layout.packing import Sharded, batch_shapes, check_alive, unshard_tree, whole_shapes
 from ipu_jax.core.mesh.devices import REPLICA_AXIS, check_there
+from ipu_jax.core.mesh.host_memory import check_has_host_memory
 from ipu_jax.core.mesh.in_flight import InFlight
 from ipu_jax.core.mesh.instances import put, shapes_by, taken
 from ipu_jax.core.optimizer.pipeline_optimizer import checked_optimizer
@@ -91,6 +92,7 @@ class TrainStep:
     """
 
     def __init__(self, model: Any, optimizer: Any, options: TrainOptions):
+        self._given = model, optimizer
         optimizer = checked_optimizer(optimizer)
         if not isinstance(options, TrainOptions):
             raise ValueError(f"options={options!r} is not a TrainOptions: give TrainOptions(...), or leave it out")
@@ -99,6 +101,8 @@ class TrainStep:
         self.random = self._model.random
         if options.max_gradient_norm is not None:
             optimizer = optax.chain(clip(options.max_gradient_norm), optimizer)
+        if options.offload:
+            check_has_host_memory(self.mesh)
         self._placer = StatePlacer(self._model, optimizer, options)
         self._arguments = Arguments(self._model, options, self._placer)
         self._alike = Alike(self.mesh, self._placer, self._settings)
@@ -126,6 +130,10 @@ class TrainStep:
     def placement(self) -> StatePlacer:
         """Return the object that places this step's states, for checkpoints."""
         return self._placer
+
+    def offloading(self, offload: tuple[str, ...]) -> "TrainStep":
+        """Return the step with another `TrainOptions.offload`."""
+        return TrainStep(*self._given, dataclasses.replace(self.options, offload=offload))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a TrainStep holds programs, and can be neither copied nor pickled: make another one")
@@ -422,7 +430,7 @@ class TrainStep:
         of_updates = [None] * given_dims(self.options.device_iterations)
         of_replicas = [REPLICA_AXIS] * given_dims(self.model.replicas)
         spec = PartitionSpec(*of_updates, *of_replicas)
-        shapes = shapes_by(state, self._placer.specs(state), self.mesh)
+        shapes = shapes_by(state, self._placer.shardings(state))
         return self._program.lower(chosen, shapes, batch_shapes(batch, self.mesh, spec), _ends(made))
 
     def _settings(self) -> dict[str, str]:

@@ -33,7 +33,7 @@ from ipu_jax.base.keys import is_key
 from ipu_jax.base.opening import replacing
 from ipu_jax.core.layout.leaf import Leaf
 from ipu_jax.core.layout.packing import Sharded, check_alive
-from ipu_jax.core.mesh.instances import Index, device_blocks, gathered
+from ipu_jax.core.mesh.instances import Index, device_blocks, gathered, overlap_of, relative
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.weight_files import _npz, _safetensors
 from ipu_jax.training.weight_files._tensors import TensorInfo, named_leaves, names_in, not_ignored
@@ -235,8 +235,8 @@ def _read_region(array: Value, region: Index, reader: int) -> np.ndarray | None:
     shape = tuple(part.stop - part.start for part in region)
     whole = None
     for index, devices in device_blocks(array.shape, array.sharding.devices_indices_map(array.shape)):
-        overlap = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(index, region, strict=True))
-        if any(part.start >= part.stop for part in overlap):
+        overlap = overlap_of(index, region)
+        if overlap is None:
             continue
         of_reader = [device for device in devices if device.process_index == reader]
         if of_reader:
@@ -245,18 +245,14 @@ def _read_region(array: Value, region: Index, reader: int) -> np.ndarray | None:
             part = _sent_shard(array, devices[0], is_here)
         if part is None:
             continue
-        part = part[_relative(overlap, index)]
+        part = part[relative(overlap, index)]
         if overlap == region:
             return part
         whole = np.empty(shape, array.dtype) if whole is None else whole
-        whole[_relative(overlap, region)] = part
+        whole[relative(overlap, region)] = part
     if not is_here:
         return None
     return np.empty(shape, array.dtype) if whole is None else whole  # no part overlaps a region without elements
-
-
-def _relative(inner: Index, outer: Index) -> Index:
-    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(inner, outer, strict=True))
 
 
 def _own_shard(array: jax.Array, device: Device) -> np.ndarray:

@@ -26,7 +26,7 @@ from ipu_jax.base.keys import is_key
 from ipu_jax.base.opening import content, reading
 from ipu_jax.core.layout.leaf import Leaf
 from ipu_jax.core.layout.packing import Sharded, block_of
-from ipu_jax.core.mesh.instances import Index, device_blocks
+from ipu_jax.core.mesh.instances import Index, PiecedArray, device_blocks
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.weight_files._npz import NpzFile
 from ipu_jax.training.weight_files._safetensors import SafetensorsFile
@@ -48,7 +48,7 @@ _ZIP = (b"PK\x03\x04", b"PK\x05\x06")  # an archive with entries, and an empty o
 _COMPARISONS = 10_000  # of names, to find the nearest one: with thousands of wrong names it would take minutes
 _NAMED = 100  # problems that an error names
 
-Read = Callable[[str], np.ndarray]
+Read = Callable[[str], np.ndarray | PiecedArray]
 
 
 def import_weights(
@@ -101,14 +101,14 @@ def import_weights(
         found = _opened(source, files)
         plans = fit(wanted, found, mapping, ignore, cast=cast)
 
-        def read(name: str) -> np.ndarray:
+        def read(name: str) -> np.ndarray | PiecedArray:
             array = plans[name].array(found.read)
             made = TensorInfo(array.shape, array.dtype)
             for problem in misfit(name, wanted[name], plans[name], made, cast=cast):  # after `Saved.apply`
                 raise ValueError(f"{found.label} does not fit `like`: {problem}")
             dtype = np.dtype(wanted[name].dtype)
             try:
-                return array if holds(array.dtype, dtype) else rounded(array, dtype)
+                return array if holds(array.dtype, dtype) else rounded(np.asarray(array), dtype)
             except ValueError as error:
                 raise ValueError(f"{found.label}, leaf {name!r}: {error}") from None
 

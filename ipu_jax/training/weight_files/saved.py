@@ -16,6 +16,8 @@ import numpy as np
 
 from ipu_jax.base.annotations import Dtype, Value
 from ipu_jax.base.checks import as_int
+from ipu_jax.core.layout.tree_parts import resized
+from ipu_jax.core.mesh.instances import PiecedArray
 from ipu_jax.training.weight_files._tensors import TensorInfo
 
 
@@ -26,20 +28,33 @@ class Change:
     Attributes:
         text: the call, for messages.
         make: makes the result of `(numpy, *arrays)`. It gets jax.numpy and traced arrays to find the result's shape.
-        joins: whether it makes one array of all.
+        is_stack: whether this dim is a new one.
+        dim: the dim along which it joins arrays; None for a change of each array.
         dtype: the dtype that it makes; None: the one that it gets.
         is_function: whether it is a user's function, whose result is known only after it has run.
     """
 
     text: str
     make: Callable[..., Any]
-    joins: bool = False
+    dim: int | None = None
+    is_stack: bool = False
     dtype: np.dtype | None = None
     is_function: bool = False
 
     def taken(self, values: Sequence[Any]) -> Sequence[Sequence[Any]]:
         """Return the arrays, or their shapes, that are changed together."""
-        return [values] if self.joins else [[value] for value in values]
+        return [[value] for value in values] if self.dim is None else [values]
+
+    def joined(self, arrays: Sequence[np.ndarray]) -> PiecedArray:
+        """Return the joined arrays, which fit: an array of which only the rows that an IPU needs are read."""
+        dim = self.dim or 0
+        arrays = [np.expand_dims(array, dim) for array in arrays] if self.is_stack else arrays
+        dim, stop, pieces = dim % arrays[0].ndim, 0, []
+        for array in arrays:
+            start, stop = stop, stop + array.shape[dim]
+            place = [slice(0, size) for size in array.shape]
+            pieces.append(((*place[:dim], slice(start, stop), *place[dim + 1 :]), array.__getitem__))
+        return PiecedArray(resized(arrays[0].shape, dim, stop), arrays[0].dtype, pieces)
 
     def info(self, *infos: TensorInfo) -> TensorInfo | None:
         """Return the shape and dtype of the result, None if they are not known, or raise `ValueError`."""
@@ -59,7 +74,8 @@ class Saved:
     """Name the saved arrays that a leaf is made of, and the changes that make it.
 
     Each method returns a new `Saved` with one more change. Changes before `join` or `stack` apply to each array. A
-    change is a view if possible, so that only the rows that an IPU needs are read from a file.
+    change is a view if possible, and so is a `join` or `stack` at the end, so that only the rows that an IPU needs are
+    read from a file. Other joins, `astype` and `apply` read the arrays whole.
 
     Args:
         names: the names of arrays in the file. `join` or `stack` must make one array of several.
@@ -117,12 +133,13 @@ class Saved:
     def join(self, dim: int) -> "Saved":
         """Concatenate the arrays along a dim, like `numpy.concatenate`."""
         (along,) = _ints("join", (dim,))
-        return self._with(f"join({along})", lambda numpy, *arrays: numpy.concatenate(arrays, along), joins=True)
+        return self._with(f"join({along})", lambda numpy, *arrays: numpy.concatenate(arrays, along), dim=along)
 
     def stack(self, dim: int = 0) -> "Saved":
         """Stack the arrays along a new dim, like `numpy.stack`: for example layers that a scan goes over."""
         (along,) = _ints("stack", (dim,))
-        return self._with(f"stack({along})", lambda numpy, *arrays: numpy.stack(arrays, along), joins=True)
+        make = lambda numpy, *arrays: numpy.stack(arrays, along)
+        return self._with(f"stack({along})", make, dim=along, is_stack=True)
 
     def astype(self, dtype: Dtype) -> "Saved":
         """Convert to a dtype, also to a dtype that holds fewer values. Numbers are rounded with `rounded`."""
@@ -150,10 +167,13 @@ class Saved:
             raise ValueError(f"{len(infos)} arrays remain: add .join(dim) or .stack(dim)")
         return infos[0]
 
-    def array(self, read: Callable[[str], np.ndarray]) -> np.ndarray:
-        """Return the result, made of the arrays that `read` returns."""
+    def array(self, read: Callable[[str], np.ndarray]) -> np.ndarray | PiecedArray:
+        """Return the result, made of the arrays that `read` returns. `info` was asked before."""
         arrays = [read(name) for name in self.names]
+        is_known = not any(change.is_function for change in self._changes)
         for change in self._changes:
+            if is_known and change.dim is not None and change is self._changes[-1]:
+                return change.joined(arrays)
             arrays = [change.make(np, *taken) for taken in change.taken(arrays)]
         (array,) = arrays
         return array

@@ -19,7 +19,8 @@ from support.trained import train_dense
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "all in parts": {"shard_optimizer": True, "ema_decay": 0.5, "norms": True, "max_gradient_norm": 0.1},
+    "all in parts": {"shard_optimizer": True, "ema_decay": 0.5, "norms": True, "max_gradient_norm": 0.1}
+    | {"offload": ("optimizer",)},
     "dynamic": {"loss_scale": "dynamic", "donate": False, "reduction": "mean"},
     "several updates": {"device_iterations": 2, "outputs": "all", "ema_decay": 0.9},
     "mixed precision": {"precision": "16.32", "shard_optimizer": True, "loss_scale": "dynamic"},

@@ -56,6 +56,12 @@ def test_the_memory_of_a_chip():
     assert "fits into the 17.2 GB" in line_of(REPORT, "fits")
     assert "400.0 MB of the arguments" in line_of(REPORT, "reuse")
 
+    assert "host's memory" not in str(REPORT)
+    on_host = dataclasses.replace(REPORT, memory=dataclasses.replace(MEMORY, host=500 * 10**6))
+    assert line_of(on_host, "host's memory").split()[:2] == ["500.0", "MB"]
+    assert on_host.memory.missing == 0
+    assert max(map(len, str(on_host).splitlines())) <= 130
+
     assert (TOO_LARGE.fits, TOO_LARGE.memory.missing) == (False, 4 * GIB)
     assert "4.3 GB too much for the 17.2 GB" in line_of(TOO_LARGE, "too much")
     unknown = dataclasses.replace(TOO_LARGE, memory=dataclasses.replace(TOO_LARGE.memory, available=None))

@@ -47,6 +47,7 @@ def test_wrong_command_lines_are_refused_in_a_line_each_before_jax_is_loaded():
         ("--topology", "h100x12", GPT): "--topology 'h100x12' is not a whole number of hosts with 8 GPUs: give h100x8",
         ("--topology", "v5e:2x2", "--slices", "0", GPT): "--slices: '0' is not a count: give",
         ("--topology", "v5e:2x2", "--jsn", GPT): "--jsn: did you mean --json",
+        ("--topology", "v5e:2x2", "--offload", "weights", GPT): "--offload: invalid choice: 'weights' (choose from",
         ("--topology", "v5e:2x2", "none.py"): "none.py is not a file: give the path of a Python script, or -m",
         ("--topology", "v5e:2x2", "-m", "none.such"): "-m none.such is not a module here: give its name",
         ("--topology", "v5e:2x2", "-m", "sys"): "-m sys is not a module here: give its name",

@@ -163,6 +163,23 @@ def test_an_exact_step_compiles_and_its_quotients_are_not_rewritten(platform):
     assert platform == "gpu" or found["default"]["rsqrt"] > 0
 
 
+@pytest.mark.slow
+@NEEDS["tpu"]
+def test_a_state_in_the_hosts_memory_is_on_a_chip_block_by_block():
+    """Each of 4 stages has 16.8 MB of weights, and adam's two moments of each. jax 0.10.2 gives 57.5 and 28.2 MB."""
+    found, weights = compiled("tpu", "offload"), 4 * 2 * 512 * 1024 * 4
+    device, host = found["device"], found["host"]
+    assert (device["on host"], device["in loops"], device["outside"]) == (0, 0, [])
+    assert device["bytes"] > 3 * weights
+    assert (host["on host"], found["function"]["on host"]) == (2 * weights, 2 * weights)
+    assert host["bytes"] < 30e6
+    assert (found["average"]["on host"], found["turned"]["on host"]) == (3 * weights, weights)
+    assert found["average"]["bytes"] < device["bytes"] - weights
+    # 8 blocks' two moments are fetched and stored; the norms fetch them once more; and the average
+    assert [found[name]["in loops"] for name in ("host", "average", "function")] == [32, 64, 48]
+    assert [name for name in found if found[name]["outside"]] == []
+
+
 # all 26 take 5 minutes on two busy cores, 2 of CPU time
 @pytest.mark.slow
 @NEEDS["tpu"]

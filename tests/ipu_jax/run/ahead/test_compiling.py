@@ -121,6 +121,16 @@ def test_a_script_ends_where_it_hands_over_under_the_command_only():
     hand_over("anything", None, None)
 
 
+def test_a_script_is_offloaded_as_the_command_says():
+    loss = lambda w, rows: jnp.mean((rows @ w) ** 2)
+    given = (make_train_step(loss, optax.adam(0.1)), shape(3), shape(1, N, 3))
+    with pytest.raises(HandedOver) as ended, awaiting("optimizer"):
+        hand_over(*given)
+    assert "offload=('optimizer',)" in ended.value.report.model
+    with awaiting("optimizer"), refused("--offload optimizer", "needs a TrainStep", "leave it out"):
+        hand_over(pipeline_of(), WEIGHTS, shape(M, N, D))
+
+
 def raising(message: str) -> Any:
     def compile_lowered(lowered: Any, device: Any) -> Any:
         raise jax.errors.JaxRuntimeError(message)

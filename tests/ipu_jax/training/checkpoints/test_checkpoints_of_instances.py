@@ -39,6 +39,16 @@ def test_any_number_of_processes_restores_what_two_saved(tmp_path, topology, dev
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("topology", "devices"), [("basic", [1, 1]), ("concurrent", [1, 1]), ("two replicas", [2, 2])])
+def test_a_process_reads_what_its_devices_hold(tmp_path, topology, devices):
+    """Of a checkpoint of four IPUs: no process reads more bytes than it holds, or what another one holds."""
+    saved(tmp_path, [4], "concurrent, four IPUs", calls=0)
+    both = run_instances(resumed.bytes_read_by_processes, devices, folder=str(tmp_path), topology=topology)
+    for found in both:
+        assert 0 < int(found["read"]) <= int(found["held"])
+
+
+@pytest.mark.slow
 def test_a_training_of_two_processes_is_resumed_as_if_it_had_not_stopped(tmp_path):
     """With the optimizer's state in parts over replicas, each of which is on another process."""
     whole = saved(tmp_path / "whole", [2, 2], "two replicas", calls=4)

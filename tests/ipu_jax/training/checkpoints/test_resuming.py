@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from ipu_jax import Checkpoints
+from ipu_jax.training.checkpoints._description import stored
 from support import across, earlier, resumed
 from support.resumed import TOPOLOGIES, differing
 from support.trained import compiled_quickly, quick_compiles
@@ -100,6 +101,29 @@ def test_no_leaf_of_a_state_is_lost(tmp_path, before, after):
     assert int(found.nonfinite) == 0  # the one leaf that is not saved
     if before == after:
         assert differing(named(found), named(state)) == [".nonfinite"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("concurrent, four IPUs", "basic"),
+        ("basic", "concurrent, four IPUs"),
+        ("concurrent, four IPUs", "concurrent"),
+        ("one IPU", "stages elsewhere"),
+    ],
+)
+def test_each_number_of_another_topology_is_read_once(tmp_path, before, after):
+    """Without the padding of leaves that share an array, whichever devices ask for a number."""
+    one, other = (resumed.step_for(TOPOLOGIES[name]) for name in (before, after))
+    state = resumed.first_state(one)
+    with Checkpoints(tmp_path, one) as checkpoints:
+        checkpoints.save(state, now=True)
+    with resumed.counted_reads() as counts:
+        found = restored(tmp_path, other)
+    assert found.topology == "other"
+    whole = one.whole(state)
+    held = [jnp.asarray(stored(leaf)) for leaf in jax.tree.leaves(whole)]
+    assert sum(counts) == sum(leaf.nbytes for leaf in held)
 
 
 def named(state: Any) -> Any:

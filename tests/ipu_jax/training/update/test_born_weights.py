@@ -307,6 +307,12 @@ def test_functions_that_make_no_weights_are_refused(case):
             make(*args)
 
 
+def test_a_call_inside_jit_is_refused():
+    pipeline, (init, *_) = cut("plain", ipus=2), made("plain")
+    with refused("inside jax.jit", "call it outside"):
+        jax.jit(lambda key: pipeline.init(init, key).arrays)(KEY)
+
+
 def test_a_key_after_weights_is_refused():
     pipeline, (*_, expected) = cut("plain", ipus=2), made("plain")
     step = make_train_step(pipeline, optax.sgd(0.1))

@@ -50,6 +50,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"norms": True},
     "divided": {"shard_optimizer": True, "norms": True},
     "averaged": {"ema_decay": 0.9},
+    "on the host": {"ema_decay": 0.9, "on_nonfinite": "skip", "offload": ("optimizer",)},
     "skipping": {"on_nonfinite": "skip"},
     "clipped": {"max_gradient_norm": 0.2, "shard_optimizer": True},
     "two per call": {"device_iterations": 2, "shard_optimizer": True, "ema_decay": 0.9, "norms": True},
@@ -68,6 +69,8 @@ def cases():
     rows += list(itertools.product(MODELS, elementwise, ("divided", "two per call"), SHAPES[:1]))
     rows += [(model, "masked", "clipped", SHAPES[0]) for model in MODELS]
     rows += [("even", "adafactor without factors", options, SHAPES[0]) for options in ("plain", "divided", "averaged")]
+    rows += [("even", optimizer, "on the host", shape) for optimizer in ("adamw", "lamb", "muon") for shape in SHAPES]
+    rows += [("concurrent", "lamb", "on the host", SHAPES[0]), ("uneven", "adafactor", "on the host", SHAPES[1])]
     rows += [("counted", "by path", "skipping", SHAPES[0]), ("uneven", "muon", "plain", SHAPES[1])]
     rows += [("concurrent", optimizer, "plain", SHAPES[1]) for optimizer in ("adamw", "lamb")]
     rows += [("small", "adamw", "two per call", (2, 1, 2))]

@@ -97,6 +97,8 @@ CASES = {
     "a function": case(lambda: function, replication_factor=2),
     "a function in 16.16": case(lambda: function, DOUBLE, replication_factor=2, precision="16.16"),
     "all of a function": case(lambda: REPLICAS, optimizer=NOISY, given={"key": KEY}, **ALL),
+    "offload": case(ema_decay=0.9, on_nonfinite="skip", offload=("optimizer",)),
+    "a function's offload": case(lambda: function, ema_decay=0.9, replication_factor=2, offload=("optimizer",)),
     "a cut function": case(cut, TABLE),
     "a cut function in 16.16": case(cut, TABLE, precision="16.16", ema_decay=0.9, **SHARDED),
 }

@@ -59,6 +59,24 @@ def test_a_leaf_is_made_as_numpy_makes_it(saved, expected):
         np.testing.assert_array_equal(np.asarray(found), expected)
 
 
+@pytest.mark.parametrize(
+    ("saved", "rows"),
+    [
+        (Saved("a", "b").stack(), (slice(1, 2),)),
+        (Saved("a", "b").transpose().stack(-1), (slice(None), slice(2, 4), slice(1, 2))),
+        (Saved("a", "b").join(0), (slice(len(A) + 1, len(A) + 3),)),
+        (Saved("b", "a").transpose().join(-1), (slice(1, 3), slice(2))),
+    ],
+    ids=str,
+)
+def test_rows_of_one_of_several_arrays_are_no_copy_of_all(saved, rows):
+    """So an IPU that holds some layers of a stack reads their pages of the file only."""
+    found = saved.array(TREE.__getitem__)
+    assert np.shares_memory(found[rows], B)
+    assert not np.shares_memory(found[rows], A)
+    np.testing.assert_array_equal(found[rows], np.asarray(found)[rows])
+
+
 def test_everything_that_does_not_fit_is_one_error():
     tree = {
         "layer": {"weigth": draw(2, 3), "bias": draw(3), "conv": draw(8, 4, 3, 3)},

@@ -1,0 +1,98 @@
+"""Keep arrays in the host's memory between updates, and move them where XLA cannot move them too early.
+
+    weights, gradients     device  --------------------------->  update  -->
+    optimizer's state      host    --fetched--> one block's --/    |
+                                   <--stored--- one block's -------+      inside the block's guard
+
+XLA starts every copy as early as it can. Outside of a loop that is the beginning of the program, so that all arrays
+would be on the device at once. It cannot move a copy out of a guard (guard.py). Of a large array that is updated
+element by element, a guard fetches and stores some rows at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import jax
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh
+
+from ipu_jax.base.annotations import Value
+from ipu_jax.core.mesh.devices import is_described
+from ipu_jax.core.mesh.instances import own_device
+
+_AT_ONCE: Final = 2**22  # bytes of an array that are fetched, or a row
+
+HOST: Final = "pinned_host"
+"""jax's name of the memory of the host from which a device can copy."""
+
+
+def fetched(arrays: Sequence[Value]) -> list[Value]:
+    """Return arrays in the device's memory. Call it inside the program, in a guard unless all are needed at once."""
+    return _in_rows([jax.device_put(array, jax.memory.Space.Device) for array in arrays])
+
+
+def stored(arrays: Sequence[Value]) -> list[Value]:
+    """Return arrays in the host's memory: the inverse of `fetched`."""
+    return [jax.device_put(array, jax.memory.Space.Host) for array in _in_rows(arrays)]
+
+
+def _in_rows(arrays: Sequence[Value]) -> list[Value]:
+    """Pin the layouts of arrays, or XLA may want another one on the host, which it cannot make there."""
+    in_rows = lambda array: with_layout_constraint(array, Layout(tuple(range(array.ndim))))
+    # XLA's CPU backend has one layout, and knows no constraint if it must not simplify
+    return [lax.platform_dependent(array, cpu=lambda array: array, default=in_rows) for array in arrays]
+
+
+def updated_by_rows(
+    arrays: Sequence[Value], update: Callable[..., list[Value]], *, rows: int | None, zero: Value
+) -> list[Value]:
+    """Return arrays after an update, for which those in the host's memory are fetched. Call it in a guard.
+
+    Args:
+        arrays: the arrays, all of one shape.
+        update: `update(cut, arrays)` returns new arrays, from these in the device's memory, or from some rows of each;
+            `cut(array)` returns the same rows of any other array.
+        rows: how many first rows to update, if each element can be updated without the others: then a few rows are
+            fetched at a time. None: all at once.
+        zero: 0, which XLA does not know.
+    """
+
+    def of_rows(start: Value, count: int | None, arrays: Sequence[Value]) -> list[Value]:
+        cut = lambda array: array if count is None else lax.dynamic_slice_in_dim(array, start, count, 0)
+        own = [fetched([cut(array)])[0] if is_stored(array) else cut(array) for array in arrays]
+        new = [stored([n])[0] if is_stored(a) else n for n, a in zip(update(cut, own), arrays, strict=True)]
+        if count is None:
+            return new
+        return [lax.dynamic_update_slice_in_dim(a, n, start, 0) for n, a in zip(new, arrays, strict=True)]
+
+    if rows is None:
+        return of_rows(zero, None, arrays)
+    of_row = max(array.size * array.dtype.itemsize // array.shape[0] for array in arrays)
+    together = max(1, min(rows, _AT_ONCE // of_row))  # XLA slices an array on the host along one dim only
+    if together == arrays[0].shape[0]:
+        return of_rows(zero, None, arrays)
+    count, rest = divmod(rows, together)
+    arrays = lax.fori_loop(0, count, lambda i, arrays: of_rows(zero + i * together, together, arrays), [*arrays])
+    return of_rows(zero + count * together, rest, arrays) if rest else arrays
+
+
+def is_stored(array: Value) -> bool:
+    """Return whether a value of the program is in the host's memory."""
+    return jax.typeof(array).memory_space == jax.memory.Space.Host
+
+
+def check_has_host_memory(mesh: Mesh) -> None:
+    """Raise `ValueError` unless programs for the devices of a mesh can keep arrays in the host's memory."""
+    is_there = not is_described(mesh.devices.flat[0])
+    device = own_device(mesh) if is_there else mesh.devices.flat[0]
+    try:
+        kinds = [memory.kind for memory in device.addressable_memories()]
+    except (jax.errors.JaxRuntimeError, NotImplementedError):  # of a described GPU
+        kinds = []
+    if HOST not in kinds:
+        which = device.device_kind if is_there else f"a described {device.device_kind}"
+        raise ValueError(
+            f"offload=('optimizer',) keeps arrays in the memory {HOST!r}, which jax does not know of {which}: leave "
+            "offload out" + ("" if is_there else ", or compile where the GPU is")
+        )
