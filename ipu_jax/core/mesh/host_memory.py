@@ -9,6 +9,7 @@ would be on the device at once. It cannot move a copy out of a guard (guard.py).
 element by element, a guard fetches and stores some rows at a time.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -21,6 +22,7 @@ from ipu_jax.base.annotations import Value
 from ipu_jax.core.mesh.devices import is_described
 from ipu_jax.core.mesh.instances import own_device
 
+_TILE: Final = 16  # rows
 _AT_ONCE: Final = 2**22  # bytes of an array that are fetched, or a row
 
 HOST: Final = "pinned_host"
@@ -50,31 +52,44 @@ def updated_by_rows(
     """Return arrays after an update, for which those in the host's memory are fetched. Call it in a guard.
 
     Args:
-        arrays: the arrays, all of one shape.
-        update: `update(cut, arrays)` returns new arrays, from these in the device's memory, or from some rows of each;
-            `cut(array)` returns the same rows of any other array.
+        arrays: the arrays, all of one shape; those in the host's memory have two dims of 1 before it, since XLA for
+            TPUs cannot reshape there.
+        update: `update(cut, arrays)` returns new arrays, from these in the device's memory without such dims, or from
+            some rows of each; `cut(array)` returns the same rows of any other array.
         rows: how many first rows to update, if each element can be updated without the others: then a few rows are
             fetched at a time. None: all at once.
         zero: 0, which XLA does not know.
     """
+    on_host = [is_stored(array) for array in arrays]
 
     def of_rows(start: Value, count: int | None, arrays: Sequence[Value]) -> list[Value]:
-        cut = lambda array: array if count is None else lax.dynamic_slice_in_dim(array, start, count, 0)
-        own = [fetched([cut(array)])[0] if is_stored(array) else cut(array) for array in arrays]
-        new = [stored([n])[0] if is_stored(a) else n for n, a in zip(update(cut, own), arrays, strict=True)]
+        cut = lambda array, dim=0: array if count is None else lax.dynamic_slice_in_dim(array, start, count, dim)
+        both = [*zip(arrays, on_host, strict=True)]
+        own = [fetched([cut(array, 2)])[0][0, 0] if on else cut(array) for array, on in both]
+        new = update(cut, own)
+        new = [stored([value[None, None]])[0] if on else value for value, on in zip(new, on_host, strict=True)]
         if count is None:
             return new
-        return [lax.dynamic_update_slice_in_dim(a, n, start, 0) for n, a in zip(new, arrays, strict=True)]
+        ways = zip(arrays, new, on_host, strict=True)
+        return [lax.dynamic_update_slice_in_dim(array, value, start, 2 * on) for array, value, on in ways]
 
-    if rows is None:
-        return of_rows(zero, None, arrays)
-    of_row = max(array.size * array.dtype.itemsize // array.shape[0] for array in arrays)
-    together = max(1, min(rows, _AT_ONCE // of_row))  # XLA slices an array on the host along one dim only
-    if together == arrays[0].shape[0]:
+    together = 0 if rows is None else _rows_at_once(arrays[-1].shape[2:], arrays[-1].dtype.itemsize)
+    if rows is None or not together or together >= arrays[-1].shape[2]:
         return of_rows(zero, None, arrays)
     count, rest = divmod(rows, together)
     arrays = lax.fori_loop(0, count, lambda i, arrays: of_rows(zero + i * together, together, arrays), [*arrays])
     return of_rows(zero + count * together, rest, arrays) if rest else arrays
+
+
+def _rows_at_once(shape: tuple[int, ...], itemsize: int) -> int:
+    """Return how many rows of an array on the host to fetch together, or 0 for all.
+
+    XLA for TPUs slices an array there along one dim, and through no tile of the last two dims.
+    """
+    most = max(1, _AT_ONCE // max(1, math.prod(shape[1:]) * itemsize))
+    if len(shape) == 2:
+        most = next((n for n in range(most // _TILE * _TILE, 0, -_TILE) if shape[0] % n == 0), 0)
+    return most if len(shape) > 1 else 0
 
 
 def is_stored(array: Value) -> bool:

@@ -149,7 +149,8 @@ class ShardedUpdate:
             if self._gradients[leaf] not in analysis.leaf_of:
                 k = self.blocks.block_of(leaf)
                 env[self._gradients[leaf]], env[self._params[leaf]] = gradients[k], params[k]
-        states = [[array[0, 0] for array in of_block] for of_block in kept]
+        is_offloaded = self.blocks.memory is not None  # then an array has its dims of replicas and IPUs on the host
+        states = kept if is_offloaded else [[array[0, 0] for array in of_block] for of_block in kept]
         arrays = [[g, p, *of_block] for g, p, of_block in zip(gradients, params, states, strict=True)]
         for level, eqns in enumerate(analysis.replicated):
             for eqn in eqns:
@@ -158,7 +159,7 @@ class ShardedUpdate:
                 env.update(self._gather(dtype, together, arrays, env, made))
         results = [self._new_arrays(k, of_block, env, made) for k, of_block in enumerate(arrays)]
         values = [_value_of(self._new_state[i], env) for i in replicated]
-        kept = [array[None, None] for of_block in results for array in of_block[1:]]
+        kept = [array if is_offloaded else array[None, None] for of_block in results for array in of_block[1:]]
         return [of_block[0] for of_block in results], Sharded([*kept, *values], state.layout)
 
     def _new_arrays(self, k: int, arrays: list[Value], env: dict[Var, Value], made: Value) -> list[Value]:
@@ -353,7 +354,8 @@ class ShardedUpdate:
 
                     def body(fence: Fence, _: list[Value], k: int = k, run: Any = run) -> list[Value]:
                         gradient, weights, *state = fence(arrays[k])
-                        return self._on_block(k, [gradient, weights, *fetched(state)], env, run)
+                        fetched_state = [array[0, 0] for array in fetched(state)]
+                        return self._on_block(k, [gradient, weights, *fetched_state], env, run)
 
                     vectors += guard(jnp.int32(0), made, body, [jnp.zeros(length, dtype)])[1]
                 else:

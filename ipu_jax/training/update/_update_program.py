@@ -225,7 +225,7 @@ def _by_block(
             of_rows = lambda cut, own: [averaged([own[0][None, None]], [cut(fenced)])[0][0, 0]]
             return updated_by_rows(old, of_rows, rows=rows, zero=fence.zero)
 
-        new += [array[None, None] for array in guard(jnp.int32(0), made, body, [average[0, 0]])[1]]
+        new += guard(jnp.int32(0), made, body, [average])[1]
     return new
 
 
