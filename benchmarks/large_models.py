@@ -132,6 +132,10 @@ def main() -> int:
     figures.add(
         "CPU time of all instances, in place / whole", sum(b["cpu"] for b in born) / sum(w["cpu"] for w in whole)
     )
+    if is_installed(CHIPS):
+        on_chips(figures)
+    else:
+        figures.leave_out("bytes on a v5e", "XLA's compiler for TPU: make aot")
     return figures.status()
 
 

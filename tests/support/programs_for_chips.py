@@ -25,6 +25,7 @@ import axes
 from chips import compile_alone, gpt, make_pipeline, mlp, program_of, ratio_of_cycles
 from ipu_jax import ALL_IPUS, Pipeline, Stage, TrainOptions, make_mesh, make_schedule, make_train_step
 from ipu_jax.chips import ChipReport, compile_ahead, describe
+from ipu_jax.core.mesh import host_memory
 from ipu_jax.run.ahead.compilers import compile_lowered
 from ipu_jax.steps import replicate
 from program_text import copied_rings, integer_constants, permutes_beside_work, rings, sums_outside_scans
@@ -142,7 +143,8 @@ def _offloaded(devices: list[Any]) -> Found:
     """Compile training steps with their state in the host's memory, and list the copies to and from it.
 
     A stage is four pairs of matrices. "average" has norms that read the state, and an average of the weights; with
-    "turned", XLA would like to transpose the state on the host, and cannot.
+    "turned", XLA would like to transpose the state on the host, and cannot. Of unusual shapes a few rows are fetched
+    at a time, where XLA can slice an array there.
     """
 
     def stage(w: Any, x: Any, microbatch: Any) -> Any:
@@ -173,8 +175,17 @@ def _offloaded(devices: list[Any]) -> Found:
         "turned": (make_train_step(turned, optax.contrib.muon(1e-3), host), weights, batch),
         "function": (make_train_step(alone, clipped, host), group, shape(IPUS, 1, 128, 512)),
     }
+    unusual = [(1003, 64), (1000, 300), (3, 50, 30), (5, 7, 11, 13), (50, 7), (7, 1), (5000,), ()]
+    sums = lambda w, mb: sum(jnp.mean(jnp.tanh(leaf * mb[0])) for leaf in jax.tree.leaves(w))
+    for replicas in (1, 2):
+        made = replicate(sums, replication_factor=replicas, devices=devices[:replicas])
+        options = dataclasses.replace(averaged, shard_optimizer=replicas > 1)
+        rows = shape(*[replicas] * (replicas > 1), 1, 3)
+        name = f"unusual shapes on {replicas}"
+        cases[name] = (make_train_step(made, adamw, options), [shape(*of) for of in unusual], rows)
     found = {}
     for name, (step, *given) in cases.items():
+        host_memory._AT_ONCE = 2**12 if name.startswith("unusual") else 2**22  # a few rows
         compiled, _ = compile_lowered(step.lower(step.shapes(given[0]), given[1]), devices[0])
         memory = compiled.memory_analysis()
         size = lambda kind, memory=memory: getattr(memory, f"{kind}_size_in_bytes")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
@@ -46,35 +47,50 @@ def _in_rows(arrays: Sequence[Value]) -> list[Value]:
     return [lax.platform_dependent(array, cpu=lambda array: array, default=in_rows) for array in arrays]
 
 
+def bare(array: Value) -> Value:
+    """Return an array in the host's memory without its first two dims, which are 1, where XLA for TPUs can do so there.
+
+    It lays arrays that do not fill its tiles out in an order of its own, and cannot reshape these there.
+    """
+    fills = array.shape[-1] % 128 == 0 and array.shape[-2] % 8 == 0
+    return array[0, 0] if fills else array
+
+
 def updated_by_rows(
-    arrays: Sequence[Value], update: Callable[..., list[Value]], *, rows: int | None, zero: Value
+    arrays: Sequence[Value],
+    update: Callable[..., list[Value]],
+    shape: tuple[int, ...],
+    *,
+    rows: int | None,
+    zero: Value,
 ) -> list[Value]:
     """Return arrays after an update, for which those in the host's memory are fetched. Call it in a guard.
 
     Args:
-        arrays: the arrays, all of one shape; those in the host's memory have two dims of 1 before it, since XLA for
-            TPUs cannot reshape there.
-        update: `update(cut, arrays)` returns new arrays, from these in the device's memory without such dims, or from
+        arrays: the arrays; those in the host's memory as `bare` returns them.
+        update: `update(cut, arrays)` returns new arrays, from these in the device's memory and of one shape, or from
             some rows of each; `cut(array)` returns the same rows of any other array.
+        shape: the shape.
         rows: how many first rows to update, if each element can be updated without the others: then a few rows are
             fetched at a time. None: all at once.
         zero: 0, which XLA does not know.
     """
-    on_host = [is_stored(array) for array in arrays]
+    on_host, leading = [is_stored(array) for array in arrays], [array.ndim - len(shape) for array in arrays]
 
     def of_rows(start: Value, count: int | None, arrays: Sequence[Value]) -> list[Value]:
         cut = lambda array, dim=0: array if count is None else lax.dynamic_slice_in_dim(array, start, count, dim)
-        both = [*zip(arrays, on_host, strict=True)]
-        own = [fetched([cut(array, 2)])[0][0, 0] if on else cut(array) for array, on in both]
-        new = update(cut, own)
-        new = [stored([value[None, None]])[0] if on else value for value, on in zip(new, on_host, strict=True)]
+        parts = [cut(array, dim) for array, dim in zip(arrays, leading, strict=True)]
+        parts = [fetched([part])[0] if on else part for part, on in zip(parts, on_host, strict=True)]
+        new = update(cut, [part[(0,) * dim] for part, dim in zip(parts, leading, strict=True)])
+        new = [jnp.expand_dims(value, range(dim)) for value, dim in zip(new, leading, strict=True)]
+        new = [stored([value])[0] if on else value for value, on in zip(new, on_host, strict=True)]
         if count is None:
             return new
-        ways = zip(arrays, new, on_host, strict=True)
-        return [lax.dynamic_update_slice_in_dim(array, value, start, 2 * on) for array, value, on in ways]
+        ways = zip(arrays, new, leading, strict=True)
+        return [lax.dynamic_update_slice_in_dim(array, value, start, dim) for array, value, dim in ways]
 
-    together = 0 if rows is None else _rows_at_once(arrays[-1].shape[2:], arrays[-1].dtype.itemsize)
-    if rows is None or not together or together >= arrays[-1].shape[2]:
+    together = 0 if rows is None else _rows_at_once(shape, max(array.dtype.itemsize for array in arrays))
+    if rows is None or not together or together >= shape[0]:
         return of_rows(zero, None, arrays)
     count, rest = divmod(rows, together)
     arrays = lax.fori_loop(0, count, lambda i, arrays: of_rows(zero + i * together, together, arrays), [*arrays])
@@ -86,10 +102,13 @@ def _rows_at_once(shape: tuple[int, ...], itemsize: int) -> int:
 
     XLA for TPUs slices an array there along one dim, and through no tile of the last two dims.
     """
+    if len(shape) < 2:
+        return 0
     most = max(1, _AT_ONCE // max(1, math.prod(shape[1:]) * itemsize))
-    if len(shape) == 2:
-        most = next((n for n in range(most // _TILE * _TILE, 0, -_TILE) if shape[0] % n == 0), 0)
-    return most if len(shape) > 1 else 0
+    if len(shape) > 2 or most >= shape[0]:
+        return most
+    tiles = range(max(_TILE, most // _TILE * _TILE), 0, -_TILE)
+    return next((count for count in tiles if shape[0] % count == 0), 0)
 
 
 def is_stored(array: Value) -> bool:

@@ -28,7 +28,7 @@ from ipu_jax.core.layout.tree_parts import joined
 from ipu_jax.core.mesh.axes import rounded
 from ipu_jax.core.mesh.devices import IPU_AXIS
 from ipu_jax.core.mesh.guard import SLOT, Fence, guard
-from ipu_jax.core.mesh.host_memory import fetched, updated_by_rows
+from ipu_jax.core.mesh.host_memory import bare, fetched, updated_by_rows
 from ipu_jax.core.optimizer._analysis import LeafReduction, analyze_update
 from ipu_jax.core.optimizer._evaluate import LeafEvaluator, combined, partial_result, partial_shape, sent_together
 from ipu_jax.core.optimizer.state import StateLayout
@@ -149,8 +149,8 @@ class ShardedUpdate:
             if self._gradients[leaf] not in analysis.leaf_of:
                 k = self.blocks.block_of(leaf)
                 env[self._gradients[leaf]], env[self._params[leaf]] = gradients[k], params[k]
-        is_offloaded = self.blocks.memory is not None  # then an array has its dims of replicas and IPUs on the host
-        states = kept if is_offloaded else [[array[0, 0] for array in of_block] for of_block in kept]
+        without_dims = bare if self.blocks.memory is not None else lambda array: array[0, 0]
+        states = [[*map(without_dims, of_block)] for of_block in kept]
         arrays = [[g, p, *of_block] for g, p, of_block in zip(gradients, params, states, strict=True)]
         for level, eqns in enumerate(analysis.replicated):
             for eqn in eqns:
@@ -159,7 +159,8 @@ class ShardedUpdate:
                 env.update(self._gather(dtype, together, arrays, env, made))
         results = [self._new_arrays(k, of_block, env, made) for k, of_block in enumerate(arrays)]
         values = [_value_of(self._new_state[i], env) for i in replicated]
-        kept = [array if is_offloaded else array[None, None] for of_block in results for array in of_block[1:]]
+        both = zip(itertools.chain(*(of_block[1:] for of_block in results)), itertools.chain(*kept), strict=True)
+        kept = [jnp.expand_dims(new, range(old.ndim - new.ndim)) for new, old in both]
         return [of_block[0] for of_block in results], Sharded([*kept, *values], state.layout)
 
     def _new_arrays(self, k: int, arrays: list[Value], env: dict[Var, Value], made: Value) -> list[Value]:
@@ -199,7 +200,7 @@ class ShardedUpdate:
                     return of_arrays(lambda array: array, old)
                 has_many = is_elementwise and weights.size > 0 and weights.ndim > 0
                 rows = min(length, weights.shape[0]) if has_many else None
-                return updated_by_rows(old, of_arrays, rows=rows, zero=fence.zero)
+                return updated_by_rows(old, of_arrays, weights.shape, rows=rows, zero=fence.zero)
 
             active = (shorter < own) & (own <= length) if is_slot else made
             with jax.named_scope(SLOT):
@@ -354,8 +355,8 @@ class ShardedUpdate:
 
                     def body(fence: Fence, _: list[Value], k: int = k, run: Any = run) -> list[Value]:
                         gradient, weights, *state = fence(arrays[k])
-                        fetched_state = [array[0, 0] for array in fetched(state)]
-                        return self._on_block(k, [gradient, weights, *fetched_state], env, run)
+                        own = [array[(0,) * (array.ndim - weights.ndim)] for array in fetched(state)]
+                        return self._on_block(k, [gradient, weights, *own], env, run)
 
                     vectors += guard(jnp.int32(0), made, body, [jnp.zeros(length, dtype)])[1]
                 else:

@@ -20,7 +20,7 @@ from ipu_jax.core.layout.blocks import Blocks, summed
 from ipu_jax.core.mesh.axes import reduced
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.mesh.guard import Fence, guard
-from ipu_jax.core.mesh.host_memory import is_stored, updated_by_rows
+from ipu_jax.core.mesh.host_memory import bare, is_stored, updated_by_rows
 from ipu_jax.core.optimizer.update import ShardedUpdate
 from ipu_jax.core.options import DynamicScale, TrainOptions
 from ipu_jax.core.step_args import StepArgs, given_dims
@@ -223,9 +223,10 @@ def _by_block(
         def body(fence: Fence, old: list[Value], chunk: Value = chunk) -> list[Value]:
             fenced, rows = fence(chunk), chunk.shape[0] if chunk.size and chunk.ndim else None
             of_rows = lambda cut, own: [averaged([own[0][None, None]], [cut(fenced)])[0][0, 0]]
-            return updated_by_rows(old, of_rows, rows=rows, zero=fence.zero)
+            return updated_by_rows(old, of_rows, chunk.shape, rows=rows, zero=fence.zero)
 
-        new += guard(jnp.int32(0), made, body, [average])[1]
+        (array,) = guard(jnp.int32(0), made, body, [bare(average)])[1]
+        new.append(jnp.expand_dims(array, range(average.ndim - array.ndim)))
     return new
 
 

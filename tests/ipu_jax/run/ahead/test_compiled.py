@@ -177,7 +177,10 @@ def test_a_state_in_the_hosts_memory_is_on_a_chip_block_by_block():
     assert found["average"]["bytes"] < device["bytes"] - weights
     # 8 blocks' two moments are fetched and stored; the norms fetch them once more; and the average
     assert [found[name]["in loops"] for name in ("host", "average", "function")] == [32, 64, 48]
-    assert [name for name in found if found[name]["outside"]] == []
+    # 8 leaves, of which two replicas have chunks: two moments and the average are fetched and stored
+    assert [found[f"unusual shapes on {replicas}"]["in loops"] for replicas in (1, 2)] == [8 * 3 * 2] * 2
+    # XLA lays small leaves with more dims out in its own order between steps, and copies these whole
+    assert [name for name in found if found[name]["outside"]] == ["unusual shapes on 1"]
 
 
 # all 26 take 5 minutes on two busy cores, 2 of CPU time
