@@ -20,7 +20,7 @@ from ipu_jax.core.layout import packing
 from ipu_jax.core.layout.blocks import Blocks, from_blocks, gather
 from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.layout.leaf import WHOLE, Leaf
-from ipu_jax.core.layout.packing import Sharded, reader, shapes_on, shard_tree, shardings_of, unshard_tree, whole_shapes
+from ipu_jax.core.layout.packing import Sharded, reader, shapes_on, shardings_of, unshard_tree, whole_shapes
 from ipu_jax.core.mesh.host_memory import HOST, fetched
 from ipu_jax.core.mesh.instances import put_copy, shapes_by
 from ipu_jax.core.optimizer.update import ShardedUpdate
@@ -69,26 +69,24 @@ class StatePlacer:
         return self._updates[layout]
 
     def first(self, params: Params, stages: Tree, key: Key) -> TrainState:
-        """Place whole weights, the first state of the optimizer, and the weights as their own average."""
-        of_stages, params = self._placed_stages(stages), self._in_held(params)
-        placed = self.model.place(params)
-        update, mesh = self.update_for(placed), self.model.mesh
-        trained = dict(zip(update.blocks.leaves, update.blocks.layout.trained_leaves(params), strict=True))
-        optimizer = update.init(trained.__getitem__, mesh)
-        ema = None if self._options.ema_decay is None else shard_tree(params, update.blocks.averages, mesh)
+        """Return the first state of whole weights, or of weights that `is_placed`, which are copied."""
+        of_stages, mesh = self._placed_stages(stages), self.model.mesh
+        if isinstance(params, Sharded):
+            placed: Params = dataclasses.replace(params, arrays=[*map(jnp.copy, params.arrays)])
+        else:
+            placed = self.model.place(self._in_held(params))
+        update = self.update_for(placed)
+        optimizer = update.init(reader(Sharded(jax.tree.leaves(placed), self.model.layout(placed))), mesh)
+        ema = None if self._options.ema_decay is None else self._first_average(update.blocks, placed)
         return self._first(placed, optimizer, of_stages, key, ema)
 
-    def first_of_placed(self, params: Sharded, stages: Tree, key: Key) -> TrainState:
-        """Return what `first` returns, for weights that are placed as this step places them: they are copied there."""
-        of_stages = self._placed_stages(stages)
-        placed = dataclasses.replace(params, arrays=[*map(jnp.copy, params.arrays)])
-        update, ema = self.update_for(placed), None
-        if self._options.ema_decay is not None:
-            in_specs, out_specs = (specs_of(placed),), packing.specs_of(update.blocks.averages)
-            ema = jax.jit(self.model.on_ipus(update.blocks.first_average, in_specs=in_specs, out_specs=out_specs))(
-                placed
-            )
-        return self._first(placed, update.init(reader(placed), self.model.mesh), of_stages, key, ema)
+    def _first_average(self, blocks: Blocks, placed: Params) -> Sharded:
+        """Return placed weights as their own average, which each IPU makes of its own weights."""
+        if not isinstance(placed, Sharded):  # pmap, which maps a loss function, needs an argument that is divided
+            return packing.shard_tree(placed, blocks.averages, self.model.mesh)
+        out_specs = packing.specs_of(blocks.averages)
+        program = self.model.on_ipus(blocks.first_average, in_specs=(specs_of(placed),), out_specs=out_specs)
+        return jax.jit(program, out_shardings=shardings_of(blocks.averages, self.model.mesh))(placed)
 
     def is_placed(self, params: Sharded) -> bool:
         """Return whether weights are placed as this step places them."""

@@ -188,7 +188,7 @@ class TrainStep:
         if isinstance(params, Sharded):
             check_alive("params", params)
             if self._placer.is_placed(params):
-                return self._placer.first_of_placed(params, stages, key)
+                return self._placer.first(params, stages, key)
             params = unshard_tree(params)
         return self._alike.noted(self._placer.first(params, stages, key), params, stages, key)
 
