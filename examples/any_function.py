@@ -59,7 +59,7 @@ def sequences(seed: int, count: int = 128) -> dict[str, np.ndarray]:
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-def init(key) -> dict:
+def init(key):
     return GPT().init(key, jnp.zeros((B, LENGTH), jnp.int32))["params"]
 
 

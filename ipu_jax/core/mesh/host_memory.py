@@ -93,8 +93,8 @@ def updated_by_rows(
     if rows is None or not together or together >= shape[0]:
         return of_rows(zero, None, arrays)
     count, rest = divmod(rows, together)
-    arrays = lax.fori_loop(0, count, lambda i, arrays: of_rows(zero + i * together, together, arrays), [*arrays])
-    return of_rows(zero + count * together, rest, arrays) if rest else arrays
+    new = lax.fori_loop(0, count, lambda i, arrays: of_rows(zero + i * together, together, arrays), [*arrays])
+    return of_rows(zero + count * together, rest, new) if rest else new
 
 
 def _rows_at_once(shape: tuple[int, ...], itemsize: int) -> int:

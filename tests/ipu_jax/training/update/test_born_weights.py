@@ -60,7 +60,8 @@ class BornGPT(nn.Module):
 
 def linen() -> tuple[Any, Any, Any]:
     """Its initialization runs the model; the table is tied."""
-    loss = lambda params, mb: jnp.mean(BornGPT().apply({"params": params}, mb["ids"]) ** 2)
+    apply: Any = BornGPT().apply
+    loss = lambda params, mb: jnp.mean(apply({"params": params}, mb["ids"]) ** 2)
     return lambda key: BornGPT().init(key, IDS)["params"], loss, {"ids": IDS}
 
 
