@@ -400,17 +400,17 @@ def clipped_by_the_norm_of_one_stage(original: Any) -> Any:
 
 @exhibit(
     "NVIDIA/Megatron-LM#5974 NVIDIA/Megatron-LM#5976",
-    replaces="ipu_jax.core.optimizer.state:StateLayout.init",
+    replaces="ipu_jax.core.optimizer.update:ShardedUpdate.first_state",
     found_by="recipe",
     model=lambda: stepped(optax.adam(0.05)),
     says="update of params['first'] ... -0.0372 ... -0.0499",
 )
 def adam_counts_an_update_before_the_first(original: Any) -> Any:
-    def init(self: Any, optimizer: Any, params: Any) -> Any:
-        after_zeros = lambda p: optimizer.update(jax.tree.map(jnp.zeros_like, p), optimizer.init(p), p)[1]
-        return original(self, optimizer._replace(init=after_zeros), params)
+    def first_state(self: Any, trained: Any) -> Any:
+        params = self.blocks.logical_tree(trained)
+        return self.optimizer.update(jax.tree.map(jnp.zeros_like, params), original(self, trained), params)[1]
 
-    return init
+    return first_state
 
 
 def dealt(examples: int, ranks: int) -> Iterator[int]:
