@@ -136,7 +136,7 @@ WHOLE, FEW = 2**22, 100  # bytes of an array that are fetched; arrays have 6 row
 BY_ROWS = ("plain", "skip", "divided", "average", "16.16", "function", "lamb, divided")
 
 
-@pytest.mark.fast("function-4194304", "lamb, divided-100", "average-100")
+@pytest.mark.fast("function-4194304", "average-100")
 @pytest.mark.parametrize(("name", "most"), [*((name, WHOLE) for name in CASES), *((name, FEW) for name in BY_ROWS)])
 def test_all_bits_are_as_on_the_device_and_the_state_stays_on_the_host(name, most, monkeypatch):
     monkeypatch.setattr(host_memory, "_AT_ONCE", most)
@@ -182,6 +182,7 @@ def test_calls_of_local_stages_give_the_same_bits_and_reuse_buffers_on_the_host(
     assert bits(step.whole(found)) == bits(beside.whole(expected))
 
 
+@pytest.mark.fast("pipeline_of")
 @pytest.mark.parametrize("make", [pipeline_of, function])
 def test_a_state_goes_to_the_host_and_back_through_whole_and_a_checkpoint(make, tmp_path):
     steps = [step_of(case(make, ema_decay=0.5), **more) for more in ({}, OFFLOAD)]
@@ -202,6 +203,7 @@ def test_a_state_goes_to_the_host_and_back_through_whole_and_a_checkpoint(make, 
 COPIED = optax.chain(optax.scale_by_adam(), optax.contrib.schedule_free(optax.sgd(0.1), 0.1))  # has copies of weights
 
 
+@pytest.mark.fast("function")
 @pytest.mark.parametrize("make", [pipeline_of, function])
 def test_a_first_state_is_born_on_the_host_of_whole_and_placed_weights_and_of_a_function(make):
     beside, step = (step_of(case(make, optimizer=COPIED, ema_decay=0.5), **more) for more in ({}, OFFLOAD))
