@@ -121,7 +121,7 @@ def main() -> int:
     figures.shrink(__name__, LAYERS=4, FEATURES=64, IPUS=2, OF_CHIP=2, WIDTH=64, MODES=dict([*MODES.items()][1:2]))
     born, whole = run("born"), run("whole")
     leaf, unlike = 4 * FEATURES**2, [one["sums"] != other["sums"] for one, other in zip(born, whole, strict=True)]
-    figures.add("instances whose state is not the same as of whole weights", sum(unlike), 0)
+    figures.add("instances with a difference from the state of whole weights", sum(unlike), 0)
     figures.add("bytes of the weights, MB", LAYERS * leaf / MB)
     figures.add("state that an instance holds, MB", max(one["held"] for one in born) / MB)
     for name, found, most in (("made in place", born, 300), ("made whole", whole, None)):
