@@ -156,7 +156,7 @@ INTERNAL = {
     "Sharded": {"keys"},
     "Stage": {"checkpointed", "function", "groups", "needs_key", "place"},
     "TrainOptions": {"every"},
-    "TrainStep": {"check_state", "lowered"},
+    "TrainStep": {"check_state", "lowered", "offloading"},
 }
 
 

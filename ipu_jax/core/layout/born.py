@@ -4,7 +4,7 @@
     IPU 0 holds b      a = normal(key);  b = a / norm(a)
     IPU 1 holds c      nothing: one program for all IPUs makes zeros
 
-So no host and no device ever holds the whole tree, and the numbers are those that one device computes for all of it.
+So no host and no device ever holds the whole tree, and the numbers are equal to what one device computes.
 XLA divides nothing: where a device holds a part of a leaf, such as rows, it computes the leaf and keeps the part. The
 programs contain no exchange between IPUs, and an instance runs the programs of its own IPUs only. A program makes one
 leaf and what follows from it, since XLA would draw all at once, and need as much memory again. Leaves that are drawn
@@ -75,8 +75,8 @@ def born(closed: Jaxpr, args: Sequence[Value], layouts: Sequence[PackedLayout], 
     Communicates from host to device only. An IPU needs temporary memory for its largest leaf, a few times.
 
     Args:
-        closed: the program, with jitted calls laid open, without effects. It returns all leaves of the first layout's
-            tree in order, then those of the next one.
+        closed: the program, with jitted calls laid open, without effects. It returns the leaves of the first layout's
+            tree in order, then the leaves of the next tree.
         args: its arguments, in the memory of each instance; None where nothing reads one.
         layouts: where the leaves go.
         mesh: the mesh of the IPUs.
@@ -150,7 +150,7 @@ class _Job(NamedTuple):
 
 
 def _computed(closed: Jaxpr, args: Sequence[Value], wanted: list[_Target], mesh: Mesh) -> list[jax.Array]:
-    """Return arrays of which each IPU computes its own part."""
+    """Return arrays. Each IPU computes its own part of them."""
     if not wanted:
         return []
     closed, args = ClosedJaxpr(closed_over(closed), ()), [*closed.consts, *args]
@@ -249,13 +249,13 @@ def _jobs(closed: Jaxpr, wanted: list[_Target], indices: list[list[Index]], devi
     made = {k: w.made[leaf] for k, (w, of) in enumerate(both) for leaf in w.held if leaf.is_at(of[0])}
     outvars = variables([*made.values()])
     pieces = _pieces(needed(closed.jaxpr.eqns, outvars), outvars)
-    of_piece = [[k for k, v in made.items() if v in {v for eqn in piece for v in eqn.outvars}] for piece in pieces]
-    others = [k for k in range(len(wanted)) if not any(k in own for own in of_piece)]
+    computed_in = [{v for eqn in piece for v in eqn.outvars} for piece in [*pieces, []]]
+    of_piece = [[k for k, v in made.items() if v in computed] for computed in computed_in[:-1]]
+    others = sorted({*range(len(wanted))}.difference(*of_piece))
     jobs = []
-    for piece, arrays in [([], others), *zip(pieces, of_piece, strict=True)]:
+    for piece, computed, arrays in zip([*pieces, []], computed_in, [*of_piece, others], strict=True):
         if not arrays:
             continue
-        computed = {v for eqn in piece for v in eqn.outvars}
         read = dict.fromkeys(read_by(piece, [made[k] for k in arrays if k in made]))
         inputs = [v for v in read if v not in computed]
         jobs.append(_Job(devices, arrays, *_traced(piece, inputs, [both[k] for k in arrays])))
@@ -289,7 +289,7 @@ def _traced(
 
 
 def _pieces(eqns: list[Eqn], outvars: list[Var]) -> list[list[Eqn]]:
-    """Return equations in pieces that share no large value, without those of small values, such as keys."""
+    """Return the equations of large values, in pieces that share no large value. Keys, say, are small."""
     limit = max([_SMALL, *(_bytes(v) // _LARGEST_OF_SMALL for v in outvars)])
     pieces, piece_of = dict[int, list[tuple[int, Eqn]]](), dict[Var, int]()
     for n, eqn in enumerate(eqns):
@@ -301,7 +301,9 @@ def _pieces(eqns: list[Eqn], outvars: list[Var]) -> list[list[Eqn]]:
         for other in joined[1:]:
             own += pieces.pop(other)
         own.append((n, eqn))
-        piece_of.update({v: piece for v, k in piece_of.items() if k in joined} | dict.fromkeys(eqn.outvars, piece))
+        if len(joined) > 1:
+            piece_of.update({v: piece for v, k in piece_of.items() if k in joined})
+        piece_of.update(dict.fromkeys(eqn.outvars, piece))
     return [[eqn for _, eqn in sorted(piece, key=lambda of: of[0])] for piece in pieces.values()]
 
 

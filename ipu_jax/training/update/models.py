@@ -32,7 +32,7 @@ from ipu_jax.core.pipeline.placed_stages import PlacedStages
 from ipu_jax.core.stage import Stage
 from ipu_jax.core.step_args import StepArgs, given_dims
 from ipu_jax.training.update._precision import cast_floats, computing_in, function_in
-from ipu_jax.training.update.replicas import Replicas, accumulate, loss_and_aux, over_replicas, replicate
+from ipu_jax.training.update.replicas import Replicas, accumulate, counts_of, loss_and_aux, over_replicas, replicate
 
 
 class Gradients(NamedTuple):
@@ -298,3 +298,41 @@ def _asked_for(model: Any, options: TrainOptions) -> dict[str, Any]:
 def specs_of(tree: Tree) -> Tree:
     """Return the PartitionSpec of each array of placed weights or state. A plain tree is whole on every IPU."""
     return packing.specs_of(tree.layout) if isinstance(tree, Sharded) else jax.tree.map(lambda _: WHOLE, tree)
+
+
+def loss_of_batch(model: Model, options: TrainOptions, given: StepArgs) -> Tree:
+    """Return the loss, or `(loss, aux)`, of a batch as `TrainStep.loss` documents it: as training reports it.
+
+    weighted      (sum over all micro-batches, replicas and updates of the batch) / (sum of their counts)
+      of sums     under reduction="sum": the mean of the sums of all updates
+    otherwise     the mean over them
+
+    Args:
+        model: the model with all its replicas, in the step's precision.
+        options: the step's options.
+        given: weights and stages' state on the IPUs; the batch of a call, leaves ([updates,] [replicas,] M, ...); and a
+            key or None.
+    """
+    updates = [given]
+    if given_dims(options.device_iterations):
+        count = len(jax.tree.leaves(given.batch)[0])
+        keys = [None if given.key is None else jax.random.fold_in(given.key, i) for i in range(count)]
+        updates = [
+            given._replace(batch=jax.tree.map(lambda leaf, i=i: leaf[i], given.batch), key=key)
+            for i, key in enumerate(keys)
+        ]
+    results = [model.loss(of_update) for of_update in updates]
+    losses, stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+    aux = stacked if given_dims(options.device_iterations) else results[0][1]
+    value = jnp.mean(losses)
+    if options.weighted:
+        counts = counts_of(model.aux_of_loss(stacked), dims=2 + given_dims(model.replicas))
+        value = _weighted(model, losses * model.m * model.replicas, counts)
+    return value if aux is None else (value, aux)
+
+
+def _weighted(model: Model, sums: Value, counts: Value) -> Value:
+    if model.reduction == "sum":
+        return jnp.mean(sums)
+    total = jnp.sum(counts, dtype=jnp.promote_types(counts.dtype, sums.dtype))
+    return sums.sum() / jnp.where(total > 0, total, jnp.inf)

@@ -15,14 +15,13 @@ import functools
 from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ipu_jax.base import facts, status
-from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
+from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree
 from ipu_jax.base.decorators import public_on_mesh
 from ipu_jax.base.showing import counted
 from ipu_jax.core.layout.leaf import WHOLE
@@ -44,9 +43,9 @@ from ipu_jax.training.update._decision import BatchesInFlight
 from ipu_jax.training.update._replay import Replay
 from ipu_jax.training.update._state_placer import StatePlacer, with_average
 from ipu_jax.training.update._update_program import Iteration, clip
-from ipu_jax.training.update.models import Model, model_for, specs_of
+from ipu_jax.training.update.models import loss_of_batch, model_for, specs_of
 from ipu_jax.training.update.nonfinite import NonFinite
-from ipu_jax.training.update.replicas import Replicas, counts_of
+from ipu_jax.training.update.replicas import Replicas
 from ipu_jax.training.update.state import StepOutputs, TrainState
 
 
@@ -70,6 +69,7 @@ def make_train_step(
             update calls the loss function itself (`optax.lbfgs` with its line search) or reads the gradients of each
             example (`optax.contrib.dpsgd`).
 
+    >>> import jax.numpy as jnp
     >>> loss_fn = lambda w, rows: jnp.mean((rows @ w) ** 2)
     >>> step = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(replication_factor=2, device_iterations=3))
     >>> state, outputs = step(step.init(jnp.ones(3)), jnp.ones((3, 2, 1, 4, 3)))
@@ -166,6 +166,7 @@ class TrainStep:
                 the optimizer needs a divided leaf in one piece, or the IPUs are only described (then use `shapes`).
                 Nothing has been compiled by then.
 
+        >>> import jax.numpy as jnp
         >>> step = make_train_step(lambda w, rows: jnp.mean((rows @ w) ** 2), optax.adam(0.1))
         >>> state = step.init(lambda key: jax.random.normal(key, (3,)), jax.random.key(0))
         >>> state.params.shape
@@ -203,6 +204,7 @@ class TrainStep:
         Raises:
             ValueError: as in `init`.
 
+        >>> import jax.numpy as jnp
         >>> step = make_train_step(lambda w, rows: jnp.mean((rows @ w) ** 2), optax.adam(0.1))
         >>> state = step.shapes(jax.ShapeDtypeStruct((3,), "float32"))
         >>> step.lower(state, jax.ShapeDtypeStruct((1, 4, 3), "float32")).compile().memory_analysis() is None
@@ -359,6 +361,7 @@ class TrainStep:
         Raises:
             ValueError: the batch or the state does not fit.
 
+        >>> import jax.numpy as jnp
         >>> def loss_fn(w, rows):
         ...     return jnp.mean(jnp.log(rows @ w))
         >>> step = make_train_step(loss_fn, optax.sgd(0.1), TrainOptions(gradient_accumulation=3))
@@ -392,6 +395,7 @@ class TrainStep:
         Raises:
             ValueError: the batch, the state or the key does not fit, or the options have no `ema_decay`.
 
+        >>> import jax.numpy as jnp
         >>> step = make_train_step(lambda w, mb: jnp.mean((mb - w) ** 2), optax.sgd(0.5), TrainOptions(ema_decay=0.5))
         >>> state, _ = step(step.init(jnp.float32(0)), jnp.ones((1, 4)))
         >>> float(step.loss(state, jnp.ones((1, 4)))), float(step.loss(state, jnp.ones((1, 4)), ema=True))
@@ -478,41 +482,3 @@ def _ends(updates: range) -> tuple[np.int32, np.int32]:
 @functools.partial(jax.jit, static_argnums=(1, 2))  # an array across several instances can be sliced only in a program
 def _rows(outputs: StepOutputs, first: int, stop: int) -> StepOutputs:
     return jax.tree.map(lambda leaf: leaf[first:stop], outputs)
-
-
-def loss_of_batch(model: Model, options: TrainOptions, given: StepArgs) -> Tree:
-    """Return the loss, or `(loss, aux)`, of a batch as `TrainStep.loss` documents it: as training reports it.
-
-    weighted      (sum over all micro-batches, replicas and updates of the batch) / (sum of their counts)
-      of sums     under reduction="sum": the mean of the sums of all updates
-    otherwise     the mean over them
-
-    Args:
-        model: the model with all its replicas, in the step's precision.
-        options: the step's options.
-        given: weights and stages' state on the IPUs; the batch of a call, leaves ([updates,] [replicas,] M, ...); and a
-            key or None.
-    """
-    updates = [given]
-    if given_dims(options.device_iterations):
-        count = len(jax.tree.leaves(given.batch)[0])
-        keys = [None if given.key is None else jax.random.fold_in(given.key, i) for i in range(count)]
-        updates = [
-            given._replace(batch=jax.tree.map(lambda leaf, i=i: leaf[i], given.batch), key=key)
-            for i, key in enumerate(keys)
-        ]
-    results = [model.loss(of_update) for of_update in updates]
-    losses, stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
-    aux = stacked if given_dims(options.device_iterations) else results[0][1]
-    value = jnp.mean(losses)
-    if options.weighted:
-        counts = counts_of(model.aux_of_loss(stacked), dims=2 + given_dims(model.replicas))
-        value = _weighted(model, losses * model.m * model.replicas, counts)
-    return value if aux is None else (value, aux)
-
-
-def _weighted(model: Model, sums: Value, counts: Value) -> Value:
-    if model.reduction == "sum":
-        return jnp.mean(sums)
-    total = jnp.sum(counts, dtype=jnp.promote_types(counts.dtype, sums.dtype))
-    return sums.sum() / jnp.where(total > 0, total, jnp.inf)

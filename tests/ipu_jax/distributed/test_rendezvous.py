@@ -215,7 +215,7 @@ def test_a_stranger_on_the_port_gets_no_answer_and_keeps_nobody_waiting(stranger
         meet(place(1, 2, port, TOKEN), SECRET, seconds=60)  # 200 that are silent would take 400 s one by one
         thread.join(60)
     assert failed == []
-    assert [record.getMessage() for record in caplog.records] == []  # asyncio tells of tasks that are broken off
+    assert [record.getMessage() for record in caplog.records] == []  # asyncio logs tasks that were cancelled
 
 
 @pytest.mark.parametrize("answer", [b"", b'{"welcome": true}\n', b'{"differ": "you"}\n', b"0" * 96 + b"\n" + b"{}\n"])
