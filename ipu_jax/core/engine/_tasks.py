@@ -58,6 +58,7 @@ class Tasks:
         self.ipu, self.replica = lax.axis_index(IPU_AXIS), lax.axis_index(REPLICA_AXIS)
         self.arrays = packing.arrays_of(args.params)
         self.stash = Stash(plan)
+        self.places = self.stash.places(self.ipu)
 
     def within(self, ticks: range) -> "Tasks":
         """Return the tasks of other ticks."""
@@ -146,10 +147,10 @@ class Tasks:
         return jnp.any(self.ipu == jnp.asarray(places))
 
     def read(self, key: RingKey, carry: Carry, microbatch: Value, fence: Fence) -> list[Value]:
-        return self.stash.read(carry.stash, key, self.ipu, microbatch, fence.zero)
+        return self.stash.read(carry.stash, key, self.places, microbatch, fence.zero)
 
     def write(self, key: RingKey, carry: Carry, microbatch: Value, values: list[Value], fence: Fence) -> Carry:
-        stash = self.stash.write(carry.stash, key, self.ipu, microbatch, values, fence.zero)
+        stash = self.stash.write(carry.stash, key, self.places, microbatch, values, fence.zero)
         return dataclasses.replace(carry, stash=stash)
 
     def arrived(self, c: int, kind: Queue, messages: list[Tree], microbatch: Value, carry: Carry, fence: Fence) -> Tree:

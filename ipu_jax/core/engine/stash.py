@@ -3,11 +3,12 @@
     ("stash", class)    residuals of F, until their last use     ("x", class)    activations that wait for F
     ("weight", class)   weight residuals, from B to W            ("dy", class)   gradients that wait for B
 
-A ring has room for as many micro-batches as the schedule keeps in it. Rings of one kind, dtype and shape share a buffer
-whose rows are micro-batches. So a TPU, which stores arrays in tiles, reads and writes a value where it lies, and a
-value that is split over further mesh axes stays so; there, values of one shape in one ring have a buffer each, since
-XLA splits a buffer in one way. A task reads one kind of ring and writes another, because XLA
-copies a buffer that one loop both reads and writes.
+What a ring keeps of a micro-batch lies together, as a record in each buffer that the ring uses. A ring has room for as
+many micro-batches as the schedule keeps in it. Rings of one kind, dtype and shape share a buffer whose rows are
+micro-batches. So a TPU, which stores arrays in tiles, reads and writes a value where it lies, and a value that is split
+over further mesh axes stays so; there, values of one shape in one ring have a buffer each, since XLA splits a buffer in
+one way. A task reads one kind of ring and writes another, because XLA copies a buffer that one loop both reads and
+writes.
 
 Where all IPUs run the guards of each other's tasks, buffers have a spare micro-batch at the end, which an IPU writes
 when a task is not its own.
@@ -16,6 +17,10 @@ An IPU's rings follow one another in a buffer, whatever its stages are, and all 
 needs. A buffer for a shape that few IPUs keep is mostly empty elsewhere. Where all buffers together would exceed flat
 ones, into which rings of any shape go one after another, the worst shapes go into flat ones. On a TPU they may exceed
 them by `SPARE`. CPUs have no tiles, and always flat buffers, unless there are further axes.
+
+XLA's CPU backend compiles equal kernels once, and puts the constants of an index into the kernel that reads or writes
+there. So on CPUs the numbers of a place are values that XLA does not know: reads and writes of equal values are equal
+kernels, wherever they lie.
 """
 
 import dataclasses
@@ -102,14 +107,14 @@ class Buffer:
     def write(self, array: Value, at: Value, value: Value) -> Value:
         """Return the array with a value written at row `at`."""
         if self.row is None:
-            return lax.dynamic_update_slice(array, value.reshape(-1), (at,))
-        return lax.dynamic_update_index_in_dim(array, jnp.squeeze(value), at, 0)
+            return lax.dynamic_update_slice(array, value.reshape(-1), (at,), allow_negative_indices=False)
+        return lax.dynamic_update_index_in_dim(array, jnp.squeeze(value), at, 0, allow_negative_indices=False)
 
     def read(self, array: Value, at: Value, shape: tuple[int, ...]) -> Value:
         """Return the value of this shape at row `at`."""
         if self.row is None:
-            return lax.dynamic_slice(array, (at,), (math.prod(shape),)).reshape(shape)
-        row = lax.dynamic_index_in_dim(array, at, keepdims=False)
+            return lax.dynamic_slice(array, (at,), (math.prod(shape),), allow_negative_indices=False).reshape(shape)
+        row = lax.dynamic_index_in_dim(array, at, keepdims=False, allow_negative_indices=False)
         return lax.expand_dims(row, [dim for dim, size in enumerate(shape) if size == 1])
 
     def pinned(self, array: Value) -> Value:
@@ -144,12 +149,29 @@ def _padded(shape: Sequence[int], least: int = 1) -> int:
 
 
 class _Ring(NamedTuple):
-    """The ring of one value: its buffer, per IPU its first row there, the rows of a micro-batch, the value's shape."""
+    """The ring of one value: its buffer, the rows before it in a record there, the value's shape."""
 
     buffer: Buffer
-    bases: np.ndarray
-    step: int
+    offset: int
     shape: tuple[int, ...]
+
+
+class _Records(NamedTuple):
+    """The records of one ring in one buffer: per IPU the row of the first, and the rows of each."""
+
+    bases: np.ndarray
+    rows: int
+
+
+class _Place(NamedTuple):
+    """Where an IPU's ring lies: how many records it has, per buffer `(first row, rows of a record)`, and offsets."""
+
+    depth: Value
+    records: dict[str, tuple[Value, Value]]
+    offsets: list[Value]
+
+
+Places = dict[RingKey, _Place]
 
 
 class Stash:
@@ -173,15 +195,21 @@ class Stash:
         else:
             flat = _flat(rings, SPARE if plan.platform == "tpu" else 0)
         self._rings: dict[RingKey, list[_Ring]] = {key: [] for key in self._depths}
+        self._records: dict[RingKey, dict[Buffer, _Records]] = {}
         self._rows: dict[Buffer, np.ndarray] = {}
         self._spare: dict[Buffer, int] = {}
         for key, _, values in found:
+            rows: dict[Buffer, int] = {}
             for value, shaped in zip(values, buffers[key], strict=True):
                 buffer = shaped.flat if shaped in flat else shaped
-                step, bases = buffer.rows_of(value.shape), self._rows.get(buffer, np.zeros(plan.ipus, int))
-                self._rings[key].append(_Ring(buffer, bases, step, value.shape))
-                self._rows[buffer] = bases + step * self._depths[key]
-                self._spare[buffer] = max(self._spare.get(buffer, 0), step if plan.uniform else 0)
+                of_value, offset = buffer.rows_of(value.shape), rows.get(buffer, 0)
+                self._rings[key].append(_Ring(buffer, offset, value.shape))
+                self._spare[buffer] = max(self._spare.get(buffer, 0), of_value if plan.uniform else 0)
+                rows[buffer] = offset + of_value
+            none = np.zeros(plan.ipus, int)
+            self._records[key] = {buffer: _Records(self._rows.get(buffer, none), rows[buffer]) for buffer in rows}
+            for buffer, records in self._records[key].items():
+                self._rows[buffer] = records.bases + records.rows * self._depths[key]
 
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -207,7 +235,7 @@ class Stash:
     def held(self, ipu: int) -> list[int]:
         """Return the bytes of the values that an IPU keeps in each tick, at most."""
         spans_of_ipu = {key: spans.get(ipu, spans.get(None)) for key, spans in self._spans.items()}
-        size_of = lambda key: sum(ring.step * ring.buffer.nbytes_of_row for ring in self._rings[key])
+        size_of = lambda key: sum(of.rows * buffer.nbytes_of_row for buffer, of in self._records[key].items())
         held = [(spans, size_of(key)) for key, spans in spans_of_ipu.items() if spans is not None]
         return Lifetimes(self._plan.schedule).most_in_ticks(self._plan.schedule.ticks, held).tolist()
 
@@ -223,44 +251,56 @@ class Stash:
     def __contains__(self, key: object) -> bool:
         return key in self._rings
 
+    def places(self, ipu: Value) -> Places:
+        """Return where this IPU's rings lie, for `read` and `write`. Call it outside the loop over ticks."""
+        found: Places = {}
+        for key, depths in self._depths.items():
+            of_ipu = lambda numbers, holders=depths > 0: _of_ipu(numbers, holders, ipu)
+            records = {buffer.name: (of_ipu(of.bases), of.rows) for buffer, of in self._records[key].items()}
+            found[key] = _Place(of_ipu(depths), records, [ring.offset for ring in self._rings[key]])
+        return lax.optimization_barrier(jax.tree.map(jnp.int32, found)) if self._plan.platform == "cpu" else found
+
     def write(
         self,
         buffers: Mapping[str, Value],
         key: RingKey,
-        ipu: Value,
+        places: Places,
         microbatch: Value,
         values: list[Value],
         zero: Value,
     ) -> dict[str, Value]:
-        """Return the buffers with a micro-batch's values written to this IPU's ring, or to no ring if it is -1.
+        """Return the buffers with a micro-batch's values written to an IPU's ring, or to no ring if it is -1.
 
         `zero` is the guard's traced 0.
         """
         written = dict(buffers)
-        for ring, value in zip(self._rings[key], values, strict=True):
-            at, name = self._at(key, ring, ipu, microbatch, zero), ring.buffer.name
-            if self._spare[ring.buffer]:
-                at = jnp.where(microbatch < 0, int(self._rows[ring.buffer].max()), at)
-            written[name] = ring.buffer.write(written[name], at, value)
+        for ring, at, value in zip(self._rings[key], self._rows_at(key, places, microbatch, zero), values, strict=True):
+            buffer, name = ring.buffer, ring.buffer.name
+            row = jnp.where(microbatch < 0, int(self._rows[buffer].max()), at) if self._spare[buffer] else at
+            written[name] = buffer.write(written[name], row, value)
         return written
 
     def read(
-        self, buffers: Mapping[str, Value], key: RingKey, ipu: Value, microbatch: Value, zero: Value
+        self, buffers: Mapping[str, Value], key: RingKey, places: Places, microbatch: Value, zero: Value
     ) -> list[Value]:
         """Return the values that `write` wrote for a micro-batch."""
+        rows = self._rows_at(key, places, microbatch, zero)
         return [
-            ring.buffer.read(buffers[ring.buffer.name], self._at(key, ring, ipu, microbatch, zero), ring.shape)
-            for ring in self._rings[key]
+            ring.buffer.read(buffers[ring.buffer.name], at, ring.shape)
+            for ring, at in zip(self._rings[key], rows, strict=True)
         ]
 
     def _length(self, buffer: Buffer) -> int:
         return int(self._rows[buffer].max()) + self._spare[buffer]
 
-    def _at(self, key: RingKey, ring: _Ring, ipu: Value, microbatch: Value, zero: Value) -> Value:
-        depths = self._depths[key]
-        base, depth = (_of_ipu(numbers, depths > 0, ipu) for numbers in (ring.bases, depths))
+    def _rows_at(self, key: RingKey, places: Places, microbatch: Value, zero: Value) -> list[Value]:
+        """Return the row of each value of a micro-batch."""
+        place = places[key]
         # in a ring of one micro-batch the index would be a constant, and XLA might read it before the guard
-        return base + microbatch % depth * ring.step + zero
+        record = lax.rem(microbatch, jnp.int32(place.depth))
+        firsts = {name: first + record * rows + zero for name, (first, rows) in place.records.items()}
+        offsets = zip(self._rings[key], place.offsets, strict=True)
+        return [firsts[ring.buffer.name] + offset for ring, offset in offsets]
 
 
 def _buffers_of(kind: str, values: Sequence[Value], plan: Plan) -> list[Buffer]:
