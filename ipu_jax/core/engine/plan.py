@@ -25,8 +25,9 @@ from ipu_jax.base.annotations import Batch, Key, Tree, Value
 from ipu_jax.core.engine.order import EXCHANGES, Exchange, Queue, Tick, tick_of
 from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.mesh.axes import further_axes
+from ipu_jax.core.programs.like_segments import LikeSegments
 from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, Segment
-from ipu_jax.core.programs.segment_program import SegmentProgram, split_floats, trace_segment
+from ipu_jax.core.programs.segment_program import SegmentProgram, split_floats
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.core.stage import Role
 
@@ -193,10 +194,13 @@ def trace_programs(
     microbatch: Batch,
     key: Key,
 ) -> tuple[SegmentProgram, ...]:
-    """Trace every segment; `split` says whose backward to split. The other arguments are as for `make_plan`."""
+    """Trace every segment, like ones once; `split` says whose backward to split.
+
+    The other arguments are as for `make_plan`.
+    """
     shape_of = lambda leaf: jax.ShapeDtypeStruct(leaf.held, leaf.dtype)
     weights, states = ({group.name: group.tree_of(shape_of) for group in of.groups} for of in (params, state))
-    programs: list[SegmentProgram] = []
+    programs, like = list[SegmentProgram](), LikeSegments()
     x: Tree = NO_MESSAGE
     for i, segment in enumerate(segments):
         # jax would sort the names of a dict, and the names of like segments may sort otherwise
@@ -210,7 +214,7 @@ def trace_programs(
         last = i == len(segments) - 1
         trained = [not leaf.frozen for name in segment.groups for leaf in params.group(name).leaves]
         shards = _shards(params, segment.groups), _shards(state, sorted(segment.state_groups))
-        programs.append(trace_segment(segment, *args, last=last, split=split[i], trained=trained, shards=shards))
+        programs.append(like.trace(segment, args, last=last, split=split[i], trained=trained, shards=shards))
         x = programs[-1].y
     return tuple(programs)
 
@@ -309,7 +313,8 @@ def _likeness(plan: Plan, i: int) -> _Likeness | None:
     is_beside = [plan.segments[j].place is None for j in (i - 1, i + 1)]
     channels = tuple(None if beside else plan.channel_of[i - 1 + side] for side, beside in enumerate(is_beside))
     beside = tuple(frozenset([segment.place] if beside else []) for beside in is_beside)
-    return _Likeness((program.signature, messages, keys, groups), channels, beside)
+    function = program.signature, jax.tree.structure(program.results)
+    return _Likeness((*function, messages, keys, groups), channels, beside)
 
 
 def _table(plan: Plan, kind: Table) -> np.ndarray:

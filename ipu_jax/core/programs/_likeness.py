@@ -17,12 +17,12 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core
 
-from ipu_jax.base.annotations import Jaxpr, Tree, Value
-from ipu_jax.base.jaxprs import CHECKPOINTS, closed_of
+from ipu_jax.base.annotations import Eqn, Jaxpr, Tree, Value
+from ipu_jax.base.jaxprs import CHECKPOINTS, bound_with, closed_of, is_float, shape_of
 
 _SMALL = 4096  # elements; larger constants are not compared
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, np.dtype, np.generic, type(None))
-# parameters that define derivatives: these programs have been differentiated already
+# parameters that define derivatives
 _RULES = {
     "custom_jvp_call": ("jvp_jaxpr_fun", "jvp_jaxpr_thunk"),
     "custom_vjp_call": ("fwd_jaxpr_thunk", "bwd", "out_trees"),
@@ -46,9 +46,16 @@ class Signature:
         return hash(self.texts[0])
 
 
-def signature_of(programs: Sequence[Jaxpr], *more: Tree) -> Signature | None:
-    """Return the signature of closed jaxprs and of `more`, or None if they contain large constants."""
-    constants = [thing for closed in programs for thing in _constants_of(closed)]
+def signature_of(programs: Sequence[Jaxpr], *more: Tree, has_derivatives: bool = False) -> Signature | None:
+    """Return the signature of closed jaxprs and of `more`, or None if they contain large constants.
+
+    Args:
+        programs: the closed jaxprs.
+        more: hashable values.
+        has_derivatives: whether programs will be differentiated, so that functions with rules of their own are equal
+            only if their rules are.
+    """
+    constants = [thing for closed in programs for thing in _constants_of(closed, has_derivatives)]
     if any(isinstance(thing, _Array) and np.size(thing.value) > _SMALL for thing in constants):
         return None
     return Signature((tuple(_text(closed.jaxpr) for closed in programs), *more), tuple(constants))
@@ -64,37 +71,57 @@ class _Array:
     value: Value
 
 
-def _constants_of(closed: Jaxpr) -> Iterator[Value]:
+def _constants_of(closed: Jaxpr, has_derivatives: bool = False) -> Iterator[Value]:
     """Yield the constants, literals and parameters of a jaxpr and of the jaxprs inside it."""
     jaxpr = closed.jaxpr if hasattr(closed, "jaxpr") else closed
     yield from map(_Array, getattr(closed, "consts", ()))
     for eqn in jaxpr.eqns:
         yield from (_Array(v.val) for v in eqn.invars if isinstance(v, core.Literal))
+        rules = _RULES.get(eqn.primitive.name, ())
         for name, value in sorted(eqn.params.items()):
-            if name not in _RULES.get(eqn.primitive.name, ()):
-                yield from _parameter(value)
+            if name not in rules:
+                yield from _parameter(value, has_derivatives)
+        if has_derivatives and rules:
+            yield from _rule_of(eqn) if eqn.primitive.name == "custom_jvp_call" else map(eqn.params.get, rules)
     yield from (_Array(v.val) for v in jaxpr.outvars if isinstance(v, core.Literal))
 
 
-def _parameter(value: Value, *, in_text: bool = True) -> Iterator[object]:
+def _rule_of(eqn: Eqn) -> Iterator[object]:
+    """Yield what defines the derivative of a function with a rule for tangents: the rule's program."""
+    if eqn.params["symbolic_zeros"]:  # it may depend on which tangents are zero
+        yield eqn.params["jvp_jaxpr_fun"]
+        return
+    primals = [shape_of(v.aval) for v in eqn.invars]
+    floats = [k for k, v in enumerate(eqn.invars) if is_float(v)]
+
+    def pushed(primals: list[Value], tangents: list[Value]) -> tuple[Tree, Tree]:
+        return jax.jvp(lambda *moved: bound_with(eqn, primals, floats, moved), [primals[k] for k in floats], tangents)
+
+    # functions that the rule calls are not differentiated again
+    yield from _parameter(jax.make_jaxpr(pushed)(primals, [primals[k] for k in floats]), False, in_text=False)
+
+
+def _parameter(value: Value, has_derivatives: bool, *, in_text: bool = True) -> Iterator[object]:
     """Yield the parts of a parameter to compare; `in_text` says that the program's text shows the others."""
     if hasattr(value, "expand"):
-        yield from _parameter(closed_of(value), in_text=False)
+        if has_derivatives:
+            yield value
+        yield from _parameter(closed_of(value), has_derivatives, in_text=False)
     elif hasattr(value, "eqns"):
         if not in_text:
             yield _text(value)
-        yield from _constants_of(value)
+        yield from _constants_of(value, has_derivatives)
     elif isinstance(value, (tuple, list)):
         if not in_text:
             yield len(value)
         for part in value:
-            yield from _parameter(part, in_text=in_text)
+            yield from _parameter(part, has_derivatives, in_text=in_text)
     elif isinstance(value, (np.ndarray, jax.Array)):
         yield _Array(value)
     elif dataclasses.is_dataclass(value) and type(value).__module__.split(".")[0] == "jax":
         yield type(value)
         for field in dataclasses.fields(value):
-            yield from _parameter(getattr(value, field.name), in_text=False)
+            yield from _parameter(getattr(value, field.name), has_derivatives, in_text=False)
     elif not (in_text and isinstance(value, _PLAIN)):
         yield value
 

@@ -13,6 +13,7 @@ operations (`choose_residuals`), B computes it again. Only the other residuals a
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -66,7 +67,6 @@ class SegmentProgram:
         results: the results of F, as a tree of `jax.ShapeDtypeStruct`.
         stash: the residuals that F stores for B, per micro-batch, as a list of `jax.ShapeDtypeStruct`.
         weight_residuals: the values that B stores for W, as such a list; empty where B is not split.
-        signature: segments with equal signatures compute the same function; None where equality cannot be decided.
         jaxprs: the closed jaxprs of "F", "B" and, where the backward is split, "W", of flat arguments as at the top of
             this file; without a backward only "F".
         whole_backward: the closed jaxpr of the whole backward pass; it is B where B is not split.
@@ -77,17 +77,22 @@ class SegmentProgram:
     results: SegmentResults
     stash: list[jax.ShapeDtypeStruct]
     weight_residuals: list[jax.ShapeDtypeStruct]
-    signature: Signature | None
     jaxprs: dict[str, Jaxpr]
     whole_backward: Any = None
     needs_sums_only: bool = False
     exact: bool = False
+    _signed: Callable[[], Signature | None] = lambda: None
     _stash_types: tuple[Value, ...] = ()  # the stash's own dtypes: a random key is stashed as its data
     _num_dx: int = 0
 
     @property
     def y(self) -> Tree:
         return self.results.y
+
+    @property
+    def signature(self) -> Signature | None:
+        """Return what is equal for segments that compute the same function; None where equality cannot be decided."""
+        return self._signed()
 
     def forward(
         self, params: Params, x: Message, inputs: MicrobatchInputs, state: Mapping[str, Tree]
@@ -225,9 +230,9 @@ def trace_segment(
     trained = [True] * len(jax.tree.leaves(params)) if trained is None else trained
     shards = jax.tree.map(lambda _: False, (params, state)) if shards is None else shards
     forward = trace_forward(segment, (params, x, inputs, state), shards, trained, last=last)
-    results, result, count = forward.results, jax.tree.structure(forward.results), forward.num_results
+    results, count = forward.results, forward.num_results
     if not segment.backward:
-        return SegmentProgram(results, [], [], signature_of((forward.jaxpr,), result), {"F": forward.jaxpr})
+        return SegmentProgram(results, [], [], {"F": forward.jaxpr}, _signed=_signed(forward.jaxpr))
     backward = trace_backward(segment, forward, (params, inputs), shards[0], trained, last=last)
     outvars = forward.jaxpr.jaxpr.outvars
     f = with_outputs(forward.jaxpr, [*outvars[:count], *(outvars[count + k] for k in backward.read)])
@@ -240,14 +245,19 @@ def trace_segment(
         results=results,
         stash=[jax.eval_shape(without_keys, shape) for shape in stash_types],
         weight_residuals=weight_residuals,
-        signature=signature_of((f, backward.jaxpr), result),
         jaxprs=jaxprs,
         whole_backward=backward.jaxpr,
         needs_sums_only=backward.needs_sums_only,
         exact=segment.exact,
+        _signed=_signed(f, backward.jaxpr),
         _stash_types=stash_types,
         _num_dx=backward.num_dx,
     )
+
+
+def _signed(*jaxprs: Jaxpr) -> Callable[[], Signature | None]:
+    """Return what makes their signature when it is asked for, once for all programs that share it."""
+    return functools.cache(functools.partial(signature_of, jaxprs))
 
 
 def trace_forward(segment: Segment, args: Tree, shards: Tree, trained: Sequence[bool], *, last: bool) -> TracedForward:
