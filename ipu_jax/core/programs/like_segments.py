@@ -29,7 +29,7 @@ class _Traced:
     def forward(self) -> tuple[Signature | None, SegmentResults]:
         """Return the signature of F as it is, without a derivative, and the shapes of its results."""
         plain = dataclasses.replace(self.segment, backward=False)
-        call = lambda *args: call_segment(plain, *args, self.last)
+        call = lambda params, x, inputs, state: call_segment(plain, params, x, inputs, state, self.last)
         closed, results = jax.make_jaxpr(call, return_shape=True)(*self.args)
         return signature_of((closed,), tuple(closed.out_avals), has_derivatives=self.segment.backward), results
 
