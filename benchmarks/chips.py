@@ -10,7 +10,7 @@ something. Memory, code and instructions are what the compiled program has.
     gptflash:grouped:both  the same with 8 heads and Pallas's flash attention, whose cycles the compiler does not count
     tables               tiny layers on 16 and on 256 IPUs, M=512: do tables of micro-batches make the program large?
     replicas             2 replicas of 2 IPUs with bfloat16 weights: in which dtype are gradients summed?
-    h100                 the layers of mlp on 4 H100s: how many predicates does the host read in a tick?
+    h100                 small layers, also in a scan, on 4 H100s: how many predicates does the host read in a tick?
 
 `make aot` installs the compilers beside the environment. If they were inside, jax would look for a TPU and for a GPU in
 every process.
@@ -67,16 +67,26 @@ class Model:
 # models
 
 
-def mlp(width: int = 1024, rows: int = 512, *, layers: int = 2, micro_batches: int = 8) -> Model:
-    """Return residual layers with a hidden layer of twice their width."""
-    layer = {"up": _weight(width, 2 * width), "down": _weight(2 * width, width), "gain": _weight(width)}
+def mlp(width: int = 1024, rows: int = 512, *, layers: int = 2, micro_batches: int = 8, scan: bool = False) -> Model:
+    """Return residual layers with a hidden layer of twice their width, in a scan or one after the other."""
+    shapes = {"up": (width, 2 * width), "down": (2 * width, width), "gain": (width,)}
+    if scan:
+        stacked = {name: _weight(layers, *shape) for name, shape in shapes.items()}
+        return Model(_mlp_scan, stacked, (rows, width), micro_batches)
+    layer = {name: _weight(*shape) for name, shape in shapes.items()}
     return Model(_mlp_block, [layer] * layers, (rows, width), micro_batches)
 
 
 def _mlp_block(weights: Any, x: Any) -> Any:
-    for w in weights:
-        x = x + (jax.nn.gelu(x @ w["up"]) @ w["down"]) * w["gain"]
-    return x
+    return functools.reduce(_mlp_layer, weights, x)
+
+
+def _mlp_scan(weights: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda x, w: (_mlp_layer(x, w), None), x, weights)[0]
+
+
+def _mlp_layer(x: Any, w: Any) -> Any:
+    return x + (jax.nn.gelu(x @ w["up"]) @ w["down"]) * w["gain"]
 
 
 def gpt(
@@ -304,12 +314,14 @@ def h100(figures: Figures, name: str, topology: str) -> None:
         figures.leave_out("programs for GPU", "XLA's compiler for NVIDIA GPUs: make aot")
         return
     mesh = make_mesh(1, IPUS, devices=describe(H100S))
-    for schedule, mode in (("grouped", "basic"), ("grouped", "concurrent"), ("1f1b", "concurrent")):
-        report = compile_ahead(*make_pipeline(mlp(), mesh, schedule, concurrent=mode == "concurrent"))
+    layers = {"": mlp(256, 128, layers=1), ", scan": mlp(256, 128, layers=4, scan=True)}
+    # under the one-phase clock concurrent stages run in some ticks of each stretch, and their 3 guards have collectives
+    cases = [("grouped", "concurrent", "", 0), ("1f1b", "concurrent", "", 3)]
+    cases += [(schedule, "basic", form, 0) for schedule in ("grouped", "1f1b", "zb-h1") for form in layers]
+    for schedule, mode, form, most in cases:
+        report = compile_ahead(*make_pipeline(layers[form], mesh, schedule, concurrent=mode == "concurrent"))
         assert report.host_loops is not None
-        # under the one-phase clock a concurrent stage runs in some ticks of each stretch, and its guard has collectives
-        most = 0 if schedule == "grouped" else None
-        label = f"loops whose predicate the host reads in a tick, {name}:{schedule}, {mode}"
+        label = f"loops whose predicate the host reads in a tick, {name}:{schedule}, {mode}{form}"
         figures.add(label, report.host_loops, most)
 
 

@@ -37,6 +37,7 @@ MICRO_BATCHES = 128  # of the program whose tables are looked at
 WIDTH, ROWS, VOCABULARY = 256, 128, 1024
 MANY_MICRO_BATCHES = mlp(512, 256, micro_batches=MICRO_BATCHES)
 SMALL = mlp(WIDTH, ROWS, layers=1, micro_batches=8)
+SCANNED = mlp(WIDTH, ROWS, layers=2, micro_batches=8, scan=True)
 
 Found = dict[str, Any]
 
@@ -72,6 +73,7 @@ def for_gpu() -> dict[str, Found]:
         "grouped": _found(compile_ahead(*make_pipeline(MANY_MICRO_BATCHES, mesh))),
         "grouped, both ends": of_schedule(mesh, "grouped", concurrent=True),
         "1f1b, both ends": of_schedule(mesh, "1f1b", concurrent=True),
+        "1f1b, layers in scans": _found(compile_ahead(*make_pipeline(SCANNED, mesh, "1f1b"))),
         "zb-h1, head": _with_head(mesh),
         "two replicas": _found(compile_ahead(*make_pipeline(SMALL, make_mesh(2, 2, devices=devices)))),
         "training": _training(devices),

@@ -335,7 +335,7 @@ class Tasks:
     def exchange(self, kind: Exchange, k: int, rows: Rows, carry: Carry) -> Carry:
         """Send a channel's messages ("y"), or their gradients back ("dx"), if any IPU has a new one in this tick.
 
-        If messages travel beside tasks, send in every tick, in no guard, so that XLA can run tasks meanwhile.
+        If IPUs send in every tick, it is in no guard: XLA can run tasks meanwhile, and a GPU's host reads no predicate.
         """
         # beside tasks, dx leaves in the tick after its B
         if not self.plan.exchanges[kind][max(self.ticks.start - 1, 0) : self.ticks.stop, k].any():
@@ -348,7 +348,7 @@ class Tasks:
             return jax.tree.map(lambda leaf: lax.ppermute(leaf, IPU_AXIS, pairs), tree)
 
         with jax.named_scope(label(kind, k)):
-            if self.plan.tick.overlaps:
+            if self.plan.tick.always_sends:
                 guards_run, arrived = carry.guards_run, permuted(sent)
             else:
                 body = lambda fence, _: permuted(fence(sent))

@@ -55,11 +55,11 @@ class Tick:
 
     Attributes:
         actions: see `Action`.
-        overlaps: whether messages travel beside tasks, in every tick, so that exchanges are in no guard.
+        always_sends: whether IPUs send in every tick, in no guard. Without a new message they send the last one again.
     """
 
     actions: tuple[Action, ...] = ()
-    overlaps: bool = False
+    always_sends: bool = False
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.actions))
@@ -80,6 +80,7 @@ def tick_of(
     *,
     backward: bool,
     sends_beside_tasks: bool,
+    always_sends: bool,
 ) -> Tick:
     """Return what each IPU does in a tick.
 
@@ -90,6 +91,7 @@ def tick_of(
         crossing: the channels that connect IPUs.
         backward: whether there are gradients.
         sends_beside_tasks: whether an IPU sends while it computes, where the clock permits it.
+        always_sends: whether exchanges are in no guard under the other clock, too.
     """
     last = len(firsts) - 1
     class_of = {i: c for c, members in enumerate(classes) for i in members}
@@ -130,4 +132,4 @@ def tick_of(
         actions = [*enter, *forward, *onward, *at_head, *back, *weight, *end]
     else:
         actions = [*enter, *forward, *back, *weight, *onward, *at_head, *end]
-    return Tick(tuple(actions), overlaps)
+    return Tick(tuple(actions), overlaps or always_sends)

@@ -180,6 +180,7 @@ def make_plan(
             [k for k, channel in enumerate(channels) if channel.pairs],
             backward=plan.backward,
             sends_beside_tasks=platform != "cpu",  # a CPU has no cores to spare for this
+            always_sends=platform == "gpu",  # its host would read the predicate of a guard that sends
         ),
         tables={kind: _table(plan, kind) for kind in TABLES},
         exchanges={kind: _exchanges(plan, kind) for kind in EXCHANGES},

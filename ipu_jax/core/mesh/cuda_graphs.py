@@ -5,22 +5,27 @@ are part of command buffers, which are CUDA graphs, the GPU decides. Collectives
 nodes of a graph can fail (NVIDIA/nccl#1986), and XLA measured graphs with collectives 30% slower (openxla/xla#35360).
 """
 
+import collections
 import ctypes
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Final
 
 CUDA_GRAPH_FLAGS: Final = (
     "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION",
     "--xla_gpu_graph_min_graph_size=1",
+    # it makes copies whose place the host computes from a loop's counter, so that a scan over layers is in no graph
+    "--xla_disable_hlo_passes=fusion-dynamic-memcpy-rewriter",
 )
 """The flags of XLA that `configure` adds to the environment variable `XLA_FLAGS` where jax may use an NVIDIA GPU."""
 
+_GRAPHS, _PASSES = "xla_gpu_enable_command_buffer", "xla_disable_hlo_passes"
 _DRIVER: Final = 12030  # the first whose graphs have loops: CUDA 12.3
 
 
 def use_cuda_graphs(wanted: bool | None, platforms: str | None) -> None:
-    """Set `XLA_FLAGS` before the backend starts, if jax may use an NVIDIA GPU here. Flags of the user stay.
+    """Set `XLA_FLAGS` before the backend starts, if jax may use an NVIDIA GPU here, as `flags_beside` says.
 
     Args:
         wanted: as `cuda_graphs` of `configure`.
@@ -31,8 +36,9 @@ def use_cuda_graphs(wanted: bool | None, platforms: str | None) -> None:
     """
     driver = driver_version()
     elsewhere = platforms and not {"cuda", "gpu"}.intersection(platforms.split(","))
-    is_set = CUDA_GRAPH_FLAGS[0].partition("=")[0] in os.environ.get("XLA_FLAGS", "")
-    if wanted is False or driver is None or elsewhere or is_set:
+    given = os.environ.get("XLA_FLAGS", "")
+    missing = flags_beside(given)
+    if wanted is False or driver is None or elsewhere or not missing:
         return
     if driver < _DRIVER:
         reason = (
@@ -42,7 +48,38 @@ def use_cuda_graphs(wanted: bool | None, platforms: str | None) -> None:
             raise ValueError(f"cuda_graphs=True, but {reason}: install a newer driver, or give cuda_graphs=False")
         warnings.warn(f"{reason}: the host reads a predicate for each task of a tick", stacklevel=3)
         return
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *CUDA_GRAPH_FLAGS]).strip()
+    os.environ["XLA_FLAGS"] = " ".join([given, *(f"--{name}={value}" for name, value in missing.items())]).strip()
+
+
+def flags_beside(given: str) -> dict[str, str]:
+    """Return the flags that are missing beside a user's, so that XLA puts guards into CUDA graphs: names and values.
+
+    The user's values stay. If the user's graphs have no loops, nothing is missing, since the other flags serve loops.
+
+    Passes that XLA leaves out are a list. A second one in `XLA_FLAGS` adds to the first one, but as an option of a
+    compilation a list replaces it. So the list here has the user's passes, too.
+
+    Args:
+        given: the user's flags, as in `XLA_FLAGS`.
+    """
+    ours, users = _values(CUDA_GRAPH_FLAGS), _values(given.split())
+    if "WHILE" not in users.get(_GRAPHS, ours[_GRAPHS])[-1]:
+        return {}
+    passes = ",".join(users.pop(_PASSES, []))
+    found = {name: values[-1] for name, values in ours.items() if name not in users}
+    if found[_PASSES] in passes.split(","):
+        del found[_PASSES]
+    elif passes:
+        found[_PASSES] = f"{passes},{found[_PASSES]}"
+    return found
+
+
+def _values(flags: Sequence[str]) -> dict[str, list[str]]:
+    found = collections.defaultdict[str, list[str]](list)
+    for flag in flags:
+        name, _, value = flag.lstrip("-").partition("=")
+        found[name].append(value)
+    return dict(found)
 
 
 def driver_version() -> int | None:

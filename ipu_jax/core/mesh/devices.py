@@ -68,7 +68,8 @@ def configure(num_ipus: int, *, cores: Cores = "shared", cuda_graphs: bool | Non
     size that the user set by the environment variable `PJRT_NPROC` is kept.
 
     On NVIDIA GPUs this adds flags to `XLA_FLAGS` that put the tasks of a tick into CUDA graphs; otherwise the host
-    would decide for each task whether it runs. Flags for command buffers that the user set are kept.
+    would decide for each task whether it runs. Flags that the user set are kept, and passes that XLA is to leave out
+    add up.
 
     Args:
         num_ipus: how many IPUs the program needs in this process, at least 1.

@@ -24,7 +24,7 @@ from ipu_jax.base import status
 from ipu_jax.base.annotations import Device, Json
 from ipu_jax.base.checks import check_count
 from ipu_jax.core.compiled.program import compiled_for
-from ipu_jax.core.mesh.cuda_graphs import CUDA_GRAPH_FLAGS
+from ipu_jax.core.mesh.cuda_graphs import flags_beside
 from ipu_jax.core.mesh.devices import environment, is_described
 from ipu_jax.run.ahead.kinds import TOPOLOGIES, topology_of
 
@@ -131,8 +131,10 @@ def compile_lowered(lowered: Any, device: Device) -> tuple[Any, str | None]:
         return compiled_for(device, lowered), None
     nvcc = _needed_folder("gpu") / "nvidia" / "cuda_nvcc"
     path = f"{nvcc / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
-    flags = [flag.removeprefix("--").partition("=") for flag in CUDA_GRAPH_FLAGS]
-    options: dict[str, Json] = {name: int(value) if value.isdigit() else value for name, _, value in flags}
+    # the flags that `configure` sets where there is a GPU; as options they replace the program's own, of exact=True
+    own = (f"--{name}={value}" for name, value in lowered._lowering._compiler_options_kvs)
+    flags = flags_beside(" ".join([os.environ.get("XLA_FLAGS", ""), *own]))
+    options: dict[str, Json] = {name: int(value) if value.isdigit() else value for name, value in flags.items()}
     # there is no GPU to try kernels on
     options |= {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False, "xla_gpu_cuda_data_dir": str(nvcc)}
     with tempfile.TemporaryDirectory() as dump, environment("PATH", path):

@@ -1,5 +1,6 @@
 """Test what IPUs do in a tick, by lists worked out by hand."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -12,13 +13,14 @@ from ipu_jax.schedules import Schedule
 A = None  # a concurrent stage
 
 
-def tick(schedule: Schedule, *, backward: bool = True, beside: bool = False) -> Tick:
+def tick(schedule: Schedule, *, backward: bool = True, beside: bool = False, always: bool = False) -> Tick:
     """Return the tick of a schedule whose segments are classes of their own, with a channel per boundary."""
     firsts = [stages[0] for stages in segments_of(schedule.placement)]
     places = [schedule.placement[first] for first in firsts]
     crossing = [k for k, pair in enumerate(itertools.pairwise(places)) if A not in pair and pair[0] != pair[1]]
     classes = [[i] for i in range(len(firsts))]
-    return tick_of(schedule, firsts, classes, crossing, backward=backward, sends_beside_tasks=beside)
+    sends = {"sends_beside_tasks": beside, "always_sends": always}
+    return tick_of(schedule, firsts, classes, crossing, backward=backward, **sends)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,8 @@ def test_what_ipus_do_in_a_tick(name, placement, expected, beside):
     schedule = make_schedule(name, placement=placement, gradient_accumulation=4)
     assert str(tick(schedule)) == expected
     found = tick(schedule, beside=True)
-    assert (str(found), found.overlaps) == (beside or expected, beside is not None)
+    assert (str(found), found.always_sends) == (beside or expected, beside is not None)
+    assert dataclasses.replace(found, always_sends=True) == tick(schedule, beside=True, always=True)
 
 
 def test_without_gradients_only_f_and_y_are_left():

@@ -1,7 +1,7 @@
 """Test the scan's stretches: which guards are left in each, and that idle concurrent stages have no effect.
 
-Under the two-phase clock messages travel beside tasks on chips, which have no guard then; `test_like_blocks` compares
-what they compute. A chip's program runs on CPUs here: only the name of the platform differs.
+Under the two-phase clock messages travel beside tasks on chips, in no guard; on GPUs no message is in a guard. A chip's
+program runs on CPUs here: only the name of the platform differs.
 """
 
 import dataclasses
@@ -13,7 +13,9 @@ import pytest
 from jax.extend import core
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh, make_schedule
+from ipu_jax.schedules import SCHEDULES
 from support.against_plain import (
+    assert_equals_its_twin,
     assert_equals_plain,
     bubbles_hold_nan,  # noqa: F401 (a fixture)
 )
@@ -56,7 +58,8 @@ def scans_in(jaxpr: Any) -> list[tuple[int, int, int]]:
         ("gpu", "grouped", (None, 0, 1), [(5, 4)]),
         # the head does not run in consecutive ticks
         ("gpu", "sequential", BOTH_ENDS, [(9, 5)]),
-        ("gpu", "1f1b", BOTH_ENDS, [(8, 7)]),
+        ("gpu", "1f1b", BOTH_ENDS, [(8, 5)]),
+        ("tpu", "1f1b", BOTH_ENDS, [(8, 7)]),
     ],
 )
 def test_the_ticks_and_the_guards_of_each_scan(platform, schedule, places, scans):
@@ -67,12 +70,23 @@ def test_the_ticks_and_the_guards_of_each_scan(platform, schedule, places, scans
     ("platform", "schedule", "exchanges"),
     [
         *((platform, schedule, 2) for platform in ("tpu", "gpu") for schedule in ("grouped", "grouped-zb")),  # y and dx
-        *((platform, "1f1b", 0) for platform in ("tpu", "gpu")),  # the next tick needs them
+        ("tpu", "1f1b", 0),  # the next tick needs them
+        ("gpu", "1f1b", 2),  # the host would read the predicate
         *(("cpu", schedule, 0) for schedule in ("grouped", "grouped-zb", "1f1b")),
     ],
 )
-def test_messages_travel_beside_tasks_on_chips_under_the_two_phase_clock(platform, schedule, exchanges):
+def test_which_exchanges_are_in_no_guard(platform, schedule, exchanges):
     assert [scan[2] for scan in scans_of(platform, schedule, (0, 1))] == [exchanges]
+
+
+@pytest.mark.fast("zb-h1-basic", "dualpipev-both")
+@pytest.mark.parametrize("ends", ["basic", "both"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_a_gpu_sends_in_every_tick_changes_nothing(schedule, ends):
+    places = make_schedule(schedule, ipus=3, gradient_accumulation=1).placement
+    model = chain(places if ends == "basic" else (None, *places, None), 7)
+    with programs_for("gpu"):
+        assert_equals_its_twin(model, 3, {"schedule": schedule})
 
 
 @pytest.mark.slow

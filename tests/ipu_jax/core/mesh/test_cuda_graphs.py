@@ -1,6 +1,7 @@
 """Test which flags `configure` gives XLA on a machine with an NVIDIA driver, which is only pretended here."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -10,10 +11,11 @@ from ipu_jax import configure
 from ipu_jax.core.mesh import cuda_graphs
 
 GRAPHS = "--xla_gpu_enable_command_buffer="
+REWRITER = "fusion-dynamic-memcpy-rewriter"
 
 
 @pytest.mark.slow
-def test_xla_knows_the_flags():
+def test_xla_knows_the_flags_and_leaves_out_the_users_passes_too(tmp_path):
     """XLA ends a process that has an unknown flag."""
     code = f"""
 import os
@@ -21,15 +23,15 @@ import jax
 from ipu_jax import configure
 from ipu_jax.core.mesh import cuda_graphs
 cuda_graphs.driver_version = lambda: {cuda_graphs._DRIVER}
-print(len(configure(2)), jax.jit(lambda x: x + 1)(1), os.environ["XLA_FLAGS"])
+print(len(configure(2)), jax.jit(lambda x: x + 1)(1))
 """
     environment = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
-    environment |= {"XLA_FLAGS": "--xla_cpu_enable_fast_math=false"}
+    environment |= {"XLA_FLAGS": f"--xla_disable_hlo_passes=a,b --xla_dump_to={tmp_path}"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    flags = f"--xla_cpu_enable_fast_math=false {' '.join(cuda_graphs.CUDA_GRAPH_FLAGS)}"
-    assert done.stdout.strip() == f"2 2 {flags}"
-    assert "COLLECTIVES" not in flags
+    assert (done.returncode, done.stdout.split()) == (0, ["2", "2"]), done.stderr
+    options = next(tmp_path.glob("*debug_options")).read_text()
+    assert {*re.findall(r'xla_disable_hlo_passes: "(.*)"', options)} == {"a", "b", REWRITER}
+    assert "xla_gpu_graph_min_graph_size: 1\n" in options
 
 
 @pytest.mark.parametrize(
@@ -54,6 +56,33 @@ def test_flags_are_set_where_an_nvidia_gpu_may_be_used(wanted, driver, platforms
     assert found.startswith(flags)
     assert (found != flags) == are_set
     assert not are_set or f"{GRAPHS}FUSION" in found
+
+
+@pytest.mark.parametrize(
+    ("users", "missing"),
+    [
+        ("", {"command_buffer": "FUSION,", "graph_size": "1", "passes": REWRITER}),
+        # a value of the user stays; without loops in graphs the others serve nothing
+        (f"{GRAPHS}FUSION,WHILE", {"graph_size": "1", "passes": REWRITER}),
+        (f"{GRAPHS}FUSION", {}),
+        (GRAPHS, {}),
+        ("--xla_gpu_graph_min_graph_size=5", {"command_buffer": "FUSION,", "passes": REWRITER}),
+        # passes add up
+        (f"{GRAPHS}WHILE --xla_disable_hlo_passes=a,b", {"graph_size": "1", "passes": f"a,b,{REWRITER}"}),
+        (
+            f"{GRAPHS}WHILE --xla_disable_hlo_passes=a --xla_disable_hlo_passes=b",
+            {"graph_size": "1", "passes": f"a,b,{REWRITER}"},
+        ),
+        (f"{GRAPHS}WHILE --xla_disable_hlo_passes=a,{REWRITER}", {"graph_size": "1"}),
+        (" ".join(cuda_graphs.CUDA_GRAPH_FLAGS), {}),  # a second call adds nothing
+    ],
+)
+def test_which_flags_are_missing_beside_a_users(users, missing):
+    found = cuda_graphs.flags_beside(users)
+    assert len(found) == len(missing)
+    for (name, value), (expected_name, expected) in zip(found.items(), missing.items(), strict=True):
+        assert expected_name in name
+        assert value.startswith(expected) if expected.endswith(",") else value == expected
 
 
 def test_an_old_driver_gives_a_warning_or_is_refused(monkeypatch):
