@@ -151,6 +151,14 @@ class Figures:
         print(told, flush=True)
         self._write({"left_out": told})
 
+    def take(self, record: Path) -> None:
+        """Take the figures that another process of this run has printed and recorded, if there are any."""
+        for line in map(json.loads, record.read_text().splitlines() if record.exists() else ()):
+            if "card" not in line:
+                self._write(line)
+            if "name" in line and Figure(**line).holds is False:
+                self._short.append(line["name"])
+
     def _write(self, line: dict[str, Any]) -> None:
         if self._record is not None:
             with self._record.open("a") as file:
@@ -217,22 +225,24 @@ def drawable(path: str) -> str:
     return path
 
 
-def scanned(loss_of: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def scanned(loss_of: Callable[[Any, Any], Any], *, sums: Any = None) -> Callable[[Any, Any], Any]:
     """Return the unsharded program: a function of (params, batch) that scans over micro-batches on one device.
 
     Args:
         loss_of: the loss of one micro-batch, a function of (params, microbatch).
+        sums: the dtype in which gradients are summed; by default each weight's.
 
     Returns:
         the mean loss and its gradients.
     """
 
     def step(params: Any, batch: Any) -> Any:
-        def add(sums: Any, microbatch: Any) -> Any:
-            return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss_of)(params, microbatch)), None
+        def add(totals: Any, microbatch: Any) -> Any:
+            return jax.tree.map(jnp.add, totals, jax.value_and_grad(loss_of)(params, microbatch)), None
 
-        sums, _ = lax.scan(add, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), batch)
-        return jax.tree.map(lambda total: total / len(jax.tree.leaves(batch)[0]), sums)
+        zeros = jax.tree.map(lambda w: jnp.zeros_like(w, dtype=sums), params)
+        totals, _ = lax.scan(add, (jnp.zeros(()), zeros), batch)
+        return jax.tree.map(lambda total: total / len(jax.tree.leaves(batch)[0]), totals)
 
     return step
 
