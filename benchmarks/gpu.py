@@ -308,7 +308,7 @@ def main() -> int:
         if status == NO_GPU:
             figures.leave_out("pipelines on a GPU", "an NVIDIA GPU that jax finds")
             # a run of all scripts goes on without these figures
-            return 0 if figures.args.record else 2
+            return figures.status() if figures.args.record else 2
         if status != 0:
             failed[name] = f"stopped after {seconds:.0f} s" if status is None else f"exit status {status}"
     for name, why in failed.items():
