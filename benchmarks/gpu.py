@@ -3,7 +3,7 @@
 A GPU is one IPU, so that nothing is sent. But a pipeline of concurrent and local stages in turn has all the rest:
 guards, stash and queues. Each part runs in a process of its own, since XLA reads its flags once, and has a time limit:
 
-    env      the GPU, jax's version, the flags of XLA, and the CUDA version that the driver supports
+    env      the GPU, jax's version, and whether `configure` has set the flags for CUDA graphs
     verify   7 segments under five schedules, beside the unsharded program in float32
     loss     `linear_cross_entropy` for 128k columns in bfloat16, beside optax and jnp
     step     a GPT's training step with adamw and clipping, beside plain jit with the same micro-batches
@@ -35,10 +35,19 @@ from jax.sharding import PartitionSpec as P
 
 from figures import Figures, Program, largest_relative_difference, scanned, side_by_side, temporary_bytes
 from gpt import Sizes, init_params, loss_of, loss_whole, make_pipeline, random_batch
-from ipu_jax import ALL_IPUS, Pipeline, Stage, TrainOptions, configure, make_mesh, make_train_step, verify
+from ipu_jax import (
+    ALL_IPUS,
+    Pipeline,
+    Stage,
+    TrainOptions,
+    configure,
+    make_mesh,
+    make_schedule,
+    make_train_step,
+    verify,
+)
 from ipu_jax.chips import compile_ahead
-from ipu_jax.core.compiled.program import host_loops
-from ipu_jax.core.mesh.cuda_graphs import driver_version
+from ipu_jax.options import CUDA_GRAPH_FLAGS
 from sharded_ops import linear_cross_entropy
 
 BUDGET, LEAST = 480.0, 15.0  # seconds: of all parts, and of a part that is begun
@@ -62,7 +71,8 @@ def segments(width: int, rows: int, micro_batches: int, schedule: str) -> tuple[
     draw = lambda *shape: jnp.asarray(random.normal(size=shape) / np.sqrt(shape[0]), jnp.float32)
     embed = Stage(lambda w, x, mb: jnp.tanh(mb["x"] @ w), "embed", ALL_IPUS)
     head = Stage(lambda w, x, mb: jnp.mean((x @ w) ** 2), "head", ALL_IPUS)
-    stages, params = [embed], {name: draw(width, width) for name in ("embed", "head")}
+    stages = [embed]
+    params: dict[str, Any] = {name: draw(width, width) for name in ("embed", "head")}
     for k in range(BLOCKS):
         if k:
             stages.append(Stage(lambda w, x, mb: x * w, f"gain{k}", ALL_IPUS))
@@ -83,8 +93,10 @@ def one_after_the_other(stages: Any, params: Any, microbatch: Any) -> Any:
 
 
 def env(figures: Figures, suffix: str) -> None:
-    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {os.environ.get('XLA_FLAGS', '')}", flush=True)
-    figures.add("CUDA version that the driver supports", (driver_version() or 0) / 1000)
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}", flush=True)
+    are_set = sum(flag in os.environ.get("XLA_FLAGS", "") for flag in CUDA_GRAPH_FLAGS)
+    needed = 0 if figures.args.smallest else len(CUDA_GRAPH_FLAGS)
+    figures.add("flags for CUDA graphs that are set", are_set, at_least=needed)
 
 
 def numbers(figures: Figures, suffix: str) -> None:
@@ -185,28 +197,20 @@ def launches(figures: Figures, suffix: str) -> None:
     for schedule in SCHEDULES[:3]:
         pipeline, params, batch = segments(*TINY, schedule)
         placed, name = pipeline.shard(params), f"{schedule}{suffix}"
-        ticks = pipeline.placement.plan(placed, batch).schedule.ticks
-        lowered = jax.jit(pipeline.value_and_grad).lower(placed, batch)
-        ours = Program(lowered.compile(), (placed, batch))
+        places = tuple(stage.place for stage in pipeline.stages)
+        ticks = make_schedule(schedule, placement=places, gradient_accumulation=TINY[-1]).ticks
+        ours = Program(jax.jit(pipeline.value_and_grad).lower(placed, batch).compile(), (placed, batch))
         alone = functools.partial(one_after_the_other, pipeline.stages)
         theirs = Program(jax.jit(scanned(alone)).lower(params, batch).compile(), (params, batch))
         found, plain = side_by_side(ours, theirs, rounds=4 * ROUNDS)
         figures.add(f"step time / plain jit, tiny segments, {name}", (found / plain).wall)
         figures.add(f"microseconds of a tick, tiny segments, {name}", 1e6 * found.wall / ticks)
-        loops = driven_by_the_host(lowered)
+        loops = compile_ahead(pipeline, params, batch).host_loops
         if loops is None:
             figures.leave_out(f"loops that the host drives, {name}", "XLA's list of thunks, of a GPU")
         else:
             figures.add(f"loops that the host drives in a tick, {name}", loops, None if suffix else 0)
         _add_profile(figures, name, ours, ticks)
-
-
-def driven_by_the_host(lowered: Any) -> int | None:
-    """Return how many loops of a tick are in no CUDA graph; None if XLA does not write what the host does."""
-    with tempfile.TemporaryDirectory() as folder:
-        lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
-        thunks = [*Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")]
-        return host_loops(max(thunks, key=os.path.getmtime).read_text()) if thunks else None
 
 
 def _add_profile(figures: Figures, name: str, call: Callable[[], Any], ticks: int) -> None:

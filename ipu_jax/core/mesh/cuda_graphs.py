@@ -5,7 +5,6 @@ are part of command buffers, which are CUDA graphs, the GPU decides. Collectives
 nodes of a graph can fail (NVIDIA/nccl#1986), and XLA measured graphs with collectives 30% slower (openxla/xla#35360).
 """
 
-import collections
 import ctypes
 import os
 import warnings
@@ -36,8 +35,7 @@ def use_cuda_graphs(wanted: bool | None, platforms: str | None) -> None:
     """
     driver = driver_version()
     elsewhere = platforms and not {"cuda", "gpu"}.intersection(platforms.split(","))
-    given = os.environ.get("XLA_FLAGS", "")
-    missing = flags_beside(given)
+    missing = flags_beside(given := os.environ.get("XLA_FLAGS", ""))
     if wanted is False or driver is None or elsewhere or not missing:
         return
     if driver < _DRIVER:
@@ -62,24 +60,17 @@ def flags_beside(given: str) -> dict[str, str]:
     Args:
         given: the user's flags, as in `XLA_FLAGS`.
     """
-    ours, users = _values(CUDA_GRAPH_FLAGS), _values(given.split())
-    if "WHILE" not in users.get(_GRAPHS, ours[_GRAPHS])[-1]:
+    ours, users = _named(CUDA_GRAPH_FLAGS), _named(given.split())
+    if "WHILE" not in dict(users).get(_GRAPHS, "WHILE"):
         return {}
-    passes = ",".join(users.pop(_PASSES, []))
-    found = {name: values[-1] for name, values in ours.items() if name not in users}
-    if found[_PASSES] in passes.split(","):
-        del found[_PASSES]
-    elif passes:
-        found[_PASSES] = f"{passes},{found[_PASSES]}"
-    return found
+    passes = [name for flag, value in [*users, *ours] if flag == _PASSES for name in value.split(",")]
+    missing = {name: value for name, value in ours if name not in dict(users)}
+    is_left_out = passes[-1] in passes[:-1]
+    return missing if is_left_out else missing | {_PASSES: ",".join(passes)}
 
 
-def _values(flags: Sequence[str]) -> dict[str, list[str]]:
-    found = collections.defaultdict[str, list[str]](list)
-    for flag in flags:
-        name, _, value = flag.lstrip("-").partition("=")
-        found[name].append(value)
-    return dict(found)
+def _named(flags: Sequence[str]) -> list[tuple[str, str]]:
+    return [(name, value) for name, _, value in (flag.lstrip("-").partition("=") for flag in flags)]
 
 
 def driver_version() -> int | None:

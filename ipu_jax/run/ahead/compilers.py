@@ -119,7 +119,7 @@ def describe(topology: str, *, slices: int = 1) -> list[Device]:
 
 @status.during("compiling")
 def compile_lowered(lowered: Any, device: Device) -> tuple[Any, str | None]:
-    """Compile a lowered program for the platform of a described device.
+    """Compile a lowered program for the platform of a device, which may be described.
 
     Returns:
         The compiled program, and for GPUs XLA's sequence of thunks as text, which shows what the host does; else None.
@@ -127,21 +127,27 @@ def compile_lowered(lowered: Any, device: Device) -> tuple[Any, str | None]:
     Raises:
         jax.errors.JaxRuntimeError: XLA cannot compile it, such as if it does not fit into the memory of a TPU.
     """
-    if not is_described(device) or device.platform != "gpu":
+    if device.platform != "gpu":
         return compiled_for(device, lowered), None
-    nvcc = _needed_folder("gpu") / "nvidia" / "cuda_nvcc"
-    path = f"{nvcc / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
-    # the flags that `configure` sets where there is a GPU; as options they replace the program's own, of exact=True
-    own = (f"--{name}={value}" for name, value in lowered._lowering._compiler_options_kvs)
-    flags = flags_beside(" ".join([os.environ.get("XLA_FLAGS", ""), *own]))
-    options: dict[str, Json] = {name: int(value) if value.isdigit() else value for name, value in flags.items()}
-    # there is no GPU to try kernels on
-    options |= {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False, "xla_gpu_cuda_data_dir": str(nvcc)}
+    path, options = os.environ.get("PATH", ""), dict[str, Json]()
+    if is_described(device):
+        nvcc = _needed_folder("gpu") / "nvidia" / "cuda_nvcc"
+        path, options = f"{nvcc / 'bin'}{os.pathsep}{path}", _options_without_gpu(lowered, str(nvcc))
     with tempfile.TemporaryDirectory() as dump, environment("PATH", path):
         options |= {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
         compiled = compiled_for(device, lowered, options)
         thunks = [*Path(dump).glob("*thunk_sequence_after_thunk_passes.txt")]
         return compiled, max(thunks, key=os.path.getmtime).read_text() if thunks else None
+
+
+def _options_without_gpu(lowered: Any, nvcc: str) -> dict[str, Json]:
+    """Return the options that stand for a GPU that is not there, and for the flags that `configure` would set."""
+    # as options they replace the program's own, such as the passes that exact=True leaves out
+    own = (f"--{name}={value}" for name, value in lowered._lowering._compiler_options_kvs)
+    flags = flags_beside(" ".join([os.environ.get("XLA_FLAGS", ""), *own]))
+    options: dict[str, Json] = {name: int(value) if value.isdigit() else value for name, value in flags.items()}
+    # there is no GPU to try kernels on
+    return options | {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False, "xla_gpu_cuda_data_dir": nvcc}
 
 
 def version_of(platform: str) -> dict[str, str]:

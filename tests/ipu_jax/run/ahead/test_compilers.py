@@ -4,6 +4,7 @@ They cannot be read from it again.
 """
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,19 @@ def test_the_folder_that_is_named_is_the_only_one_that_counts(platform, variable
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).touch()
     assert folder_of(platform)
+
+
+def test_a_gpu_that_is_there_needs_no_options_but_for_what_the_host_does():
+    def compile_(*, compiler_options):
+        options.update(compiler_options)
+        thunks = Path(compiler_options["xla_dump_to"]) / "module.thunk_sequence_after_thunk_passes.txt"
+        thunks.write_text("000: kWhile")
+        return "the program"
+
+    options: dict[str, Any] = {}
+    device = SimpleNamespace(platform="gpu", client=SimpleNamespace(local_devices=lambda: ["a device"]))
+    assert compile_lowered(SimpleNamespace(compile=compile_), device) == ("the program", "000: kWhile")
+    assert {*options} == {"xla_dump_to", "xla_dump_hlo_as_text"}
 
 
 SHORTEST = "jax_persistent_cache_min_compile_time_secs"
