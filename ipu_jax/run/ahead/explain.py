@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from ipu_jax.base.annotations import Jaxpr
+from ipu_jax.base.annotations import Eqn, Jaxpr
 from ipu_jax.base.jaxprs import bodies_of, closed_of
 from ipu_jax.base.showing import Shown, Table
 from ipu_jax.core.analysis.stage_costs import on_paper
@@ -25,7 +25,7 @@ from ipu_jax.core.engine.labels import UPDATE
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.mesh.axes import parts
 from ipu_jax.core.programs.cost import equation_flops
-from ipu_jax.core.schedules import SCHEDULES, Schedule, Simulation, make_schedule
+from ipu_jax.core.schedules import SCHEDULES, Schedule, make_schedule
 from ipu_jax.run.ahead.kinds import Kind
 from ipu_jax.run.ahead.paper import KERNELS_SHARE, TASKS, Paper, in_time, running, seconds_of, task_times
 from ipu_jax.run.ahead.traffic import Row
@@ -33,7 +33,8 @@ from ipu_jax.run.ahead.traffic import Row
 _LEAST: Final = 0.01  # the share of a step that a change must save, and of a part that a kind must take
 _MOST: Final = 5
 _COPIES: Final = frozenset(("copy", "transpose", "reshape", "bitcast", "parameter", "tuple", "get-tuple-element"))
-_NOW, _FULL = "attention", "attention at full speed"
+_Seconds = collections.defaultdict[str, float]
+_OF_SCORES = _NOW, _FULL = "attention", "attention at full speed"
 _Shape = tuple[int, tuple[int, ...]]  # of attention's scores: their number, and the dims of one factor alone
 
 
@@ -95,8 +96,8 @@ class Explanation(Shown):
         rows.append(("to change next", "", "", "each alone, by the same arithmetic: it saves at most"))
         for one in self.advice:
             rows.append(("", f"{in_time(one.saves):>7}", f"{one.saves / self.seconds:>4.0%}", one.what))
-        rows += [] if self.advice else [("", "", "", f"nothing that is tried saves {_LEAST:.0%}")]
-        return Table(rows, left=4, has_head=False)
+        nothing = [("", "", "", f"nothing that is tried saves {_LEAST:.0%}")] * (not self.advice)
+        return Table([*rows, *nothing], left=4, has_head=False)
 
 
 def explain_step(plan: Plan, kind: Kind, program: Program, rows: Sequence[Row], paper: Paper) -> Explanation:
@@ -104,12 +105,13 @@ def explain_step(plan: Plan, kind: Kind, program: Program, rows: Sequence[Row], 
     step = _ExplainedStep(plan, kind, program, rows, paper)
     advice = [one for one in (*step.advice(), *step.other_schedules()) if one.saves >= _LEAST * paper.seconds]
     best = sorted(advice, key=lambda one: -one.saves)[:_MOST]
-    return Explanation(
-        paper.seconds, paper.share_of_peak, tuple(part for part in step.parts() if part.seconds), tuple(best)
-    )
+    parts_of = tuple(part for part in step.parts() if part.seconds)
+    return Explanation(paper.seconds, paper.share_of_peak, parts_of, tuple(best))
 
 
 class _ExplainedStep:
+    """The costs of a step, and what changes would save of them."""
+
     def __init__(self, plan: Plan, kind: Kind, program: Program, rows: Sequence[Row], paper: Paper):
         self._plan, self._rows, self._paper, self._m = plan, rows, paper, plan.schedule.micro_batches
         self._update = program.cycles_under(UPDATE) / kind.clock
@@ -119,7 +121,7 @@ class _ExplainedStep:
         self._makespan = run.makespan
         self._own = plan.segments_of(max(range(plan.ipus), key=run.busy.__getitem__))
         # of one run of a task of a class, by kind of instruction, and what meets attention's scores: now, at full speed
-        self._work = collections.defaultdict[str, collections.Counter[str]](collections.Counter)
+        self._work = collections.defaultdict[str, _Seconds](lambda: _Seconds(float))
         for c, (first, *_) in enumerate(plan.classes):
             jaxprs = plan.programs[first].jaxprs
             scores = scores_of(jaxprs.values())
@@ -128,18 +130,18 @@ class _ExplainedStep:
                 for instruction, runs, inside in program.in_task(f"{task}.{c}"):
                     kinds = [kind_of_work(instruction, inside)]
                     kinds += [_NOW] * any(_is_like(x, scores) for one in (instruction, *inside) for x in one.arrays)
-                    work.update(dict.fromkeys(kinds, runs * instruction.cycles / kind.clock))
-                of_scores = sum(scores_of([jaxprs[task]]).values()) if work[_NOW] and task in jaxprs else 0
-                work[_FULL] = of_scores / kind.flops / parts(plan.axes)
+                    for each in kinds:
+                        work[each] += runs * instruction.cycles / kind.clock
+                if work[_NOW] and task in jaxprs:
+                    work[_FULL] = flops_with(scores, jaxprs[task]) / kind.flops / parts(plan.axes)
 
     def parts(self) -> Iterator[StepPart]:
         """Yield the parts of the step, some of which may take no time."""
         yield from map(self._task, TASKS)
-        paper = self._paper
-        under = f"under {self._plan.schedule.name!r}, M={self._m}, {self._plan.ipus} IPUs"
-        yield StepPart("bubble", paper.bubble, under)
+        plan, paper = self._plan, self._paper
+        yield StepPart("bubble", paper.bubble, f"under {plan.schedule.name!r}, M={self._m}, {plan.ipus} IPUs")
         for name, seconds in (("messages", paper.messages), ("sums", paper.sums)):
-            kinds = collections.Counter[str]()
+            kinds = _Seconds(float)
             for row in self._rows:
                 if not row.beside_work and ("replica" in row.axis) == (name == "sums"):
                     kinds[f"{row.op} over {row.over}"] += row.seconds or 0.0
@@ -152,13 +154,13 @@ class _ExplainedStep:
         total, least = (self._m * sum(getattr(time, of) for _, time in own) for of in ("seconds", "bound"))
         of_flops = sum(time.flops for _, time in own) >= sum(time.moved for _, time in own)
         full = f"its {'FLOPs' if of_flops else 'bytes'} at full speed"
-        kinds = collections.Counter[str]()
+        kinds = _Seconds(float)
         for i, time in own:
-            kinds.update(self._work_of(i, task))
             beyond = (time.seconds - time.cycles - time.kernels) * (time.cycles > 0)
-            kinds.update({"kernels (taken)": time.kernels, "beyond cycles": beyond})
-        kinds = {what: self._m * seconds for what, seconds in kinds.items() if what not in (_NOW, _FULL)}
-        shown = {what: seconds for what, seconds in kinds.items() if seconds > 1e-4 * total}
+            work = {**self._work_of(i, task), "kernels (taken)": time.kernels, "beyond cycles": beyond}
+            for what, seconds in work.items():
+                kinds[what] += self._m * seconds
+        shown = {what: seconds for what, seconds in kinds.items() if what not in _OF_SCORES and seconds > 1e-4 * total}
         by = f"{total / least:.1f} x {full}, by the compiler's cycles" if total > 1.005 * least else full
         return StepPart(task, total, by, least, shown)
 
@@ -170,12 +172,10 @@ class _ExplainedStep:
         local = [i for i, segment in enumerate(self._plan.segments) if segment.place is not None]
         mean = tuple(sum(self._costs[i][task] for i in local) / max(1, len(local)) for task in range(3))
         even = [mean if i in local else cost for i, cost in enumerate(self._costs)]
-        yield Advice(
-            "stages that all take the same time", self._makespan - self._on(self._plan.schedule, even).makespan
-        )
-        now, full = (
-            self._m * sum(self._work_of(i, task)[of] for i in self._own for task in "FBW") for of in (_NOW, _FULL)
-        )
+        evened = self._on(self._plan.schedule, even)
+        yield Advice("stages that all take the same time", self._makespan - evened)
+        own = [self._work_of(i, task) for i in self._own for task in "FBW"]
+        now, full = (self._m * sum(work[of] for work in own) for of in _OF_SCORES)
         if full:
             what = f"a kernel for attention, {in_time(now)} at {full / now:.0%} of the peak"
             saved = self._saved(lambda work: work[_NOW] - work[_FULL] / KERNELS_SHARE)
@@ -194,11 +194,11 @@ class _ExplainedStep:
         def saved_by(other: Schedule) -> float:
             # under the one-phase clock the next tick waits for its messages
             of_other = time(permutes) if other.clock == "one-phase" else wait * (now.clock == other.clock)
-            return self._makespan + wait - self._on(other).makespan - of_other
+            return self._makespan + wait - self._on(other) - of_other
 
         with contextlib.suppress(ValueError):  # a schedule of the user's own
             twice = make_schedule(**{**fixed, "gradient_accumulation": 2 * m})
-            saves = self._makespan - self._on(twice).makespan / 2 + (paper.sums + paper.update) / 2
+            saves = self._makespan - self._on(twice) / 2 + (paper.sums + paper.update) / 2
             yield Advice(f"gradient_accumulation={2 * m}, micro-batches as large, counted per {m} of them", saves)
         others: list[Schedule] = []
         for name in SCHEDULES:
@@ -206,33 +206,30 @@ class _ExplainedStep:
                 others.append(make_schedule(**{**fixed, "name": name}))
         if others:
             best = max(others, key=saved_by)
-            keeps = f"keeps {max(self._on(best).peak_stash)} micro-batches, not {max(self._on(now).peak_stash)}"
-            yield Advice(f"schedule={best.name!r}, if that fits: it {keeps}", saved_by(best))
+            yield Advice(f"schedule={best.name!r}, if its stash fits", saved_by(best))
         first = next((k for k, ipu in enumerate(now.placement) if ipu is not None), 0)
         ends = [(0 if k < first else now.ipus - 1) if ipu is None else ipu for k, ipu in enumerate(now.placement)]
         with contextlib.suppress(ValueError):
             if None in now.placement:
-                saves = self._makespan - self._on(make_schedule(**{**fixed, "placement": ends})).makespan
+                saves = self._makespan - self._on(make_schedule(**{**fixed, "placement": ends}))
                 saves += time(row for row in self._rows if row not in permutes and row.axis == "ipu")
                 yield Advice("concurrent stages on one IPU each, such as head='local'", saves)
 
-    def _on(self, schedule: Schedule, costs: Sequence[tuple[float, ...]] | None = None) -> Simulation:
-        """Return a run of all tasks under a schedule. If it alone splits B, W is half of B."""
+    def _on(self, schedule: Schedule, costs: Sequence[tuple[float, ...]] | None = None) -> float:
+        """Return the time of all tasks under a schedule. If it alone splits B, W is half of B."""
         costs, splits = costs or self._costs, schedule.weight is not None
         if splits != (self._plan.schedule.weight is not None):
             halves = [0.5 * (splits and segment.place is not None) for segment in self._plan.segments]
             costs = [(f, (1 - h) * (b + w), h * (b + w)) for h, (f, b, w) in zip(halves, costs, strict=True)]
-        return on_paper(dataclasses.replace(self._plan, schedule=schedule), costs)
+        return on_paper(dataclasses.replace(self._plan, schedule=schedule), costs).makespan
 
     def _saved(self, saved: Callable[[Mapping[str, float]], float]) -> float:
         """Return what a step saves if each task saves so much of its work; none takes less than its bound."""
         costs = []
         for i, (times, cost) in enumerate(zip(self._times, self._costs, strict=True)):
-            less = [
-                max(min(s, times[k].bound), s - saved(self._work_of(i, k))) for k, s in zip("FBW", cost, strict=True)
-            ]
-            costs.append(cost if "FB" in times else tuple(less))
-        return self._makespan - self._on(self._plan.schedule, costs).makespan
+            less = ((s - saved(self._work_of(i, k)), min(s, times[k].bound)) for k, s in zip("FBW", cost, strict=True))
+            costs.append(cost if "FB" in times else tuple(map(max, *zip(*less, strict=True))))
+        return self._makespan - self._on(self._plan.schedule, costs)
 
 
 def kind_of_work(instruction: Instruction, inside: Sequence[Instruction]) -> str:
@@ -247,28 +244,40 @@ def kind_of_work(instruction: Instruction, inside: Sequence[Instruction]) -> str
     return "copies" if ops <= _COPIES else "elementwise"
 
 
-def scores_of(jaxprs: Iterable[Jaxpr]) -> dict[_Shape, int]:
-    """Return the products of activations that are larger than their factors, and the FLOPs with each of them."""
-    batched = [product for jaxpr in jaxprs if jaxpr is not None for product in _batched(jaxpr)]
-    found = {shape: 0 for shape, factors, _ in batched if shape[0] > max(factors)}
-    for shape, factors, flops in batched:
-        for scores in found:
-            found[scores] += flops * (scores == shape or scores[0] in factors)
+def scores_of(jaxprs: Iterable[Jaxpr]) -> set[_Shape]:
+    """Return the shapes of attention's scores: of batched products that are larger than their factors, in a softmax."""
+    eqns = [eqn for jaxpr in jaxprs for eqn, _ in _equations(jaxpr)]
+    in_softmax = {eqn.outvars[0].aval.size for eqn in eqns if eqn.primitive.name in ("exp", "exp2")}
+    products = [product for eqn in eqns if (product := _batched(eqn)) is not None]
+    return {shape for shape, factors in products if in_softmax.issuperset(shape[:1]) and shape[0] > max(factors)}
+
+
+def flops_with(scores: Iterable[_Shape], jaxpr: Jaxpr) -> int:
+    """Return the FLOPs of the batched products that make scores or read them."""
+    sizes, found = {size for size, _ in scores}, 0
+    for eqn, times in _equations(jaxpr):
+        if (product := _batched(eqn)) is not None and sizes & {product[0][0], *product[1]}:
+            found += times * equation_flops(eqn)
     return found
 
 
-def _batched(jaxpr: Jaxpr) -> Iterator[tuple[_Shape, list[int], int]]:
-    """Yield the shape of each batched product, the sizes of its factors, and its FLOPs."""
+def _equations(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[Eqn, int]]:
+    """Yield the equations of a jaxpr, and how often each runs; not those of kernels."""
     for eqn in closed_of(jaxpr).jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            contracted, batch = eqn.params["dimension_numbers"]
-            avals = [v.aval for v in eqn.invars]
-            alone = [n for k in (0, 1) for d, n in enumerate(avals[k].shape) if d not in (*contracted[k], *batch[k])]
-            if batch[0]:
-                yield (eqn.outvars[0].aval.size, tuple(alone)), [aval.size for aval in avals], equation_flops(eqn)
-        elif eqn.primitive.name != "pallas_call":
-            times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-            yield from ((*found, times * flops) for body in bodies_of(eqn) for *found, flops in _batched(body))
+        yield eqn, times
+        if eqn.primitive.name != "pallas_call":
+            inside = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+            yield from (found for body in bodies_of(eqn) for found in _equations(body, inside))
+
+
+def _batched(eqn: Eqn) -> tuple[_Shape, list[int]] | None:
+    """Return the shape of a product with dims that both factors have, and the sizes of the factors."""
+    if eqn.primitive.name != "dot_general" or not eqn.params["dimension_numbers"][1][0]:
+        return None
+    contracted, batch = eqn.params["dimension_numbers"]
+    avals = [v.aval for v in eqn.invars]
+    alone = [n for k in (0, 1) for d, n in enumerate(avals[k].shape) if d not in (*contracted[k], *batch[k])]
+    return (eqn.outvars[0].aval.size, tuple(alone)), [aval.size for aval in avals]
 
 
 def _is_like(array: Array, scores: Iterable[_Shape]) -> bool:
