@@ -179,12 +179,28 @@ class Program:
 
         There is one for each task of a segment class.
         """
-        found = collections.Counter[str]()
+        return {label: sum(round(self._cycles_in(guard.body)) for guard in of) for label, of in self._tasks.items()}
+
+    @functools.cached_property
+    def _tasks(self) -> dict[str, list[Instruction]]:
+        """Return the guards of each task of a segment class, such as "F.0": one for each scan that has it."""
+        found = collections.defaultdict[str, list[Instruction]](list)
         for guard in self.in_scans():
             label = re.search(r"ipu_jax\.((?:F|B|W|FB)\.\d+)/while$", guard.place)
             if guard.op == "while" and label:
-                found[label[1]] += round(self._cycles_in(guard.body))
+                found[label[1]].append(guard)
         return dict(found)
+
+    def in_task(self, label: str) -> Iterator[tuple[Instruction, float, list[Instruction]]]:
+        """Yield the instructions of a task such as "F.0" that have cycles, each with its runs and what it fuses."""
+        waiting = [(guard.body, 1.0) for guard in self._tasks.get(label, [])]
+        while waiting:
+            name, times = waiting.pop()
+            for instruction in self._computations[name]:
+                if instruction.op == "while":
+                    waiting.append((instruction.body, times * self._trips(instruction)))
+                elif instruction.cycles:
+                    yield instruction, times, [*self._within(instruction.called)]
 
     def cycles_of(self, task: str) -> int:
         """Return the cycles of a task such as "F" on its slowest IPU; 0 without such a task."""

@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--topology", required=True, help="the chips, such as v5e:4x4, v5p:4x4x4, v6e:2x4 or h100x8")
     parser.add_argument("--slices", type=count, default=1, metavar="N", help="TPU slices of this shape (default: 1)")
     parser.add_argument("--offload", choices=("optimizer",), help="its state rests in the host's memory")
+    parser.add_argument("--explain", action="store_true", help="where a step's time goes on paper, and what to change")
     parser.add_argument("--json", action="store_true", help="print one line of JSON; the script prints to stderr")
     parser.add_argument("-m", dest="is_module", action="store_true", help="the script is a module, as for python -m")
     parser.add_argument("script", help="a Python script, or the name of a module, that calls hand_over")
@@ -91,7 +92,7 @@ def _handed_over(parser: CommandParser, args: argparse.Namespace, file: str, dev
     start = runpy.run_module if args.is_module else runpy.run_path
     sys.argv = [file, *args.arguments]
     try:
-        with describing(devices), awaiting(args.offload), contextlib.redirect_stdout(output):
+        with describing(devices), awaiting(args.offload, explain=args.explain), contextlib.redirect_stdout(output):
             start(args.script, run_name="__main__")
     except HandedOver as handed:
         return handed.report

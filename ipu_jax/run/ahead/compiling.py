@@ -30,9 +30,12 @@ from ipu_jax.core.mesh.host_memory import HOST
 from ipu_jax.core.pipeline import Pipeline
 from ipu_jax.core.programs.cost import bytes_of, in_units
 from ipu_jax.core.step_args import StepArgs, given_dims
-from ipu_jax.run.ahead.chip_report import ChipReport, Memory, estimate, flops_by_task, rows_of
+from ipu_jax.run.ahead.chip_report import ChipReport, Memory
 from ipu_jax.run.ahead.compilers import compile_lowered, version_of
+from ipu_jax.run.ahead.explain import explain_step
 from ipu_jax.run.ahead.kinds import kind_of, memory_for_jax
+from ipu_jax.run.ahead.paper import estimate, flops_by_task, kernels_by_name
+from ipu_jax.run.ahead.traffic import rows_of
 from ipu_jax.training.update.state import TrainState
 from ipu_jax.training.update.step import TrainStep
 
@@ -48,18 +51,19 @@ class HandedOver(BaseException):
         self.report = report
 
 
-_awaited: tuple[str, ...] | None = None
+_awaited: tuple[str | None, bool] | None = None
 
 
 @contextlib.contextmanager
-def awaiting(offload: str | None = None) -> Iterator[None]:
+def awaiting(offload: str | None = None, *, explain: bool = False) -> Iterator[None]:
     """Let `hand_over` compile, and end the script by raising `HandedOver`.
 
     Args:
         offload: what rests in the host's memory; None: what the options of the script's step say.
+        explain: as for `compile_ahead`.
     """
     global _awaited
-    _awaited = (offload,) if offload else ()
+    _awaited = offload, explain
     try:
         yield
     finally:
@@ -75,13 +79,16 @@ def hand_over(model: Any, params: Params, batch: Batch, *, state: Tree = None, k
         model, params, batch, state, key: as for `compile_ahead`.
     """
     if _awaited is not None:
-        if _awaited and not isinstance(model, TrainStep):
-            raise ValueError(f"--offload {_awaited[0]} needs a TrainStep, which has one: hand it over, or leave it out")
-        model = model.offloading(_awaited) if _awaited else model
-        raise HandedOver(compile_ahead(model, params, batch, state=state, key=key))
+        offload, explain = _awaited
+        if offload and not isinstance(model, TrainStep):
+            raise ValueError(f"--offload {offload} needs a TrainStep, which has one: hand it over, or leave it out")
+        model = model.offloading((offload,)) if offload else model
+        raise HandedOver(compile_ahead(model, params, batch, state=state, key=key, explain=explain))
 
 
-def compile_ahead(model: Any, params: Params, batch: Batch, *, state: Tree = None, key: Key = None) -> ChipReport:
+def compile_ahead(
+    model: Any, params: Params, batch: Batch, *, state: Tree = None, key: Key = None, explain: bool = False
+) -> ChipReport:
     """Compile one step of a model for the devices of its mesh, and say what it needs and costs. Nothing is run.
 
     Args:
@@ -90,9 +97,11 @@ def compile_ahead(model: Any, params: Params, batch: Batch, *, state: Tree = Non
         batch: the batch of a call or its shapes.
         state: the stages' state or its shapes, if stages hold any.
         key: a typed key or its shape, if anything draws numbers.
+        explain: whether the report also says where the time of a step on paper goes, and what to change next.
 
     Raises:
-        ValueError: `model` is neither, the arguments do not fit it, or XLA cannot compile for a part of a TPU slice.
+        ValueError: `model` is neither, the arguments do not fit it, XLA cannot compile for a part of a TPU slice, or
+            there is no step on paper to explain: `model` has no pipeline, or the kind of the chips is not known.
 
     >>> import jax.numpy as jnp
     >>> from ipu_jax import Stage
@@ -108,13 +117,18 @@ def compile_ahead(model: Any, params: Params, batch: Batch, *, state: Tree = Non
     device, kind = mesh.devices.flat[0], kind_of(mesh.devices.flat[0])
     available = None if kind is None else int(memory_for_jax(kind, device.platform))
     _check_part(mesh)
+    if explain and (plan is None or kind is None):
+        why = "a pipeline, and this model has none" if plan is None else f"chips whose figures are known, not {device}"
+        raise ValueError(f"explain=True, or --explain, needs {why}: leave it out")
     of_batch = 0 if batch is None else bytes_of(getattr(batch, "arrays", batch)) // mesh.shape[REPLICA_AXIS]
     program, thunks, memory = _compiled(lowered, mesh, bytes_per_device(held) + of_batch, available)
     room = (memory.available or 0) - memory.arguments
     rows = [] if program is None else rows_of(program, mesh, kind)
-    paper = None
+    paper, kernels, explanation = None, (), None
     if plan is not None and kind is not None and program is not None:
         paper = estimate(plan, kind, rows, program.bodies, written=bytes_per_device(held) if is_step else 0)
+        kernels = kernels_by_name(plan, kind) if any(program.bodies.values()) else ()
+        explanation = explain_step(plan, kind, program, rows, paper) if explain else None
     outer = given_dims(model.options.device_iterations) if is_step else 0
     return ChipReport(
         model=str(model).splitlines()[0],
@@ -128,7 +142,9 @@ def compile_ahead(model: Any, params: Params, batch: Batch, *, state: Tree = Non
         rows=tuple(rows),
         host_loops=None if thunks is None else host_loops(thunks, outer),
         paper=paper,
+        kernels=kernels,
         mends=() if plan is None or not memory.missing else mends_of(pipeline, plan, given, room),
+        explanation=explanation,
         program=program,
     )
 

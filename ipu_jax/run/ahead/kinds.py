@@ -8,6 +8,7 @@ import dataclasses
 import operator
 import os
 import re
+from collections.abc import Sequence
 from typing import Final
 
 from ipu_jax.base.annotations import Device
@@ -27,6 +28,8 @@ class Kind:
         link: bytes/s of one link to a neighbour, one way.
         network: bytes/s of its share of the network between slices, or between hosts of GPUs.
         most: chips along each side of the largest TPU slice.
+        wraps: a side of so many chips, or of a multiple, is a ring, whose last chip has a link to the first; of a slice
+            with three sides only if all are. 0: none is.
     """
 
     name: str
@@ -38,15 +41,25 @@ class Kind:
     link: float
     network: float
     most: tuple[int, ...] = ()
+    wraps: int = 0
+
+    def wrapped(self, sides: Sequence[int]) -> list[bool]:
+        """Return which sides of a slice are rings.
+
+        >>> KINDS["v5e"].wrapped((8, 16)), KINDS["v5p"].wrapped((4, 4, 8)), KINDS["v5p"].wrapped((2, 2, 4))
+        ([False, True], [True, True, True], [False, False, False])
+        """
+        rings = [self.wraps > 0 and side % self.wraps == 0 for side in sides]
+        return rings if len(self.most) < 3 else [all(rings)] * len(rings)
 
 
 _GIB = 2.0**30
 KINDS: Final = {
     kind.name: kind
     for kind in (
-        Kind("v5e", "TPU v5 lite", 15.75 * _GIB, 1.97e14, 8.2e11, 1.5e9, 4.5e10, 6.25e9, (16, 16)),
-        Kind("v5p", "TPU v5", 95.74 * _GIB, 4.59e14, 2.8e12, 1.75e9, 9e10, 6.25e9, (16, 20, 28)),
-        Kind("v6e", "TPU v6 lite", 31.25 * _GIB, 9.2e14, 1.6e12, 1.75e9, 9e10, 1.25e10, (16, 16)),
+        Kind("v5e", "TPU v5 lite", 15.75 * _GIB, 1.97e14, 8.2e11, 1.5e9, 4.5e10, 6.25e9, (16, 16), 16),
+        Kind("v5p", "TPU v5", 95.74 * _GIB, 4.59e14, 2.8e12, 1.75e9, 9e10, 6.25e9, (16, 20, 28), 4),
+        Kind("v6e", "TPU v6 lite", 31.25 * _GIB, 9.2e14, 1.6e12, 1.75e9, 9e10, 1.25e10, (16, 16), 16),
         Kind("h100", "NVIDIA H100 80GB HBM3", 8.49e10, 9.9e14, 3.35e12, 1.98e9, 4.5e11, 5e10),
     )
 }

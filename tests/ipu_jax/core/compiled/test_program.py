@@ -18,6 +18,10 @@ from support.refusals import refused
 
 TICKS = """HloModule jit_f, is_scheduled=true
 
+%row (p: bf16[8,4,16]) -> bf16[4,16] {
+  ROOT %dot = bf16[4,16]{1,0} convolution(%p, %p), dim_labels=bf_io->bf
+}
+
 %heads (p: bf16[8,4,16]) -> bf16[8,4,16] {
   %product = bf16[4,16]{1,0} fusion(%p), kind=kOutput, calls=%row, backend_config={"estimated_cycles":"100"}
   ROOT %layers = bf16[8,4,16]{2,1,0} while(%p), condition=%c, body=%layer, \
@@ -61,6 +65,9 @@ def test_cycles_go_through_loops_and_those_of_a_task_are_of_the_slowest_class():
     program = program_of(TICKS)
     assert program.bodies == {"F.0": 100 + 3 * 7, "F.1": 30}
     assert (program.cycles_of("F"), program.cycles_of("B")) == (121, 0)
+    in_task = [(i.cycles, runs, [one.op for one in inside]) for i, runs, inside in program.in_task("F.0")]
+    assert in_task == [(100, 1, ["convolution"]), (7, 3, [])]
+    assert [*program.in_task("B.0")] == []
     assert program.cycles == 5 * (121 + 30) + 11
     assert program.cycles_under("ipu_jax.update") == 11
     assert (program.code_bytes, program.temporary_bytes) == (3, 4)
@@ -86,7 +93,7 @@ def test_instructions_of_ticks_are_told_from_those_before_and_after():
     (scan,) = program.scans
     assert (scan.name, scan.trips, scan.body, scan.called) == ("loop", 5, "tick", ["c", "tick"])
     assert scan.arrays == (Array("s32", ()), Array("bf16", (8, 4, 16)))
-    names = ["while.1", "while.2", "sum", "product", "layers", "moved", "product.1"]
+    names = ["while.1", "while.2", "sum", "product", "dot", "layers", "moved", "product.1"]
     assert sorted(i.name for i in program.in_scans()) == sorted(names)
     assert [i.name for i in program.outside_scans()] == ["loop", "new", "sum.1"]
     assert len([*program.instructions()]) == len(names) + 3

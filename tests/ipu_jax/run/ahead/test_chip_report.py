@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from ipu_jax.chips import ChipReport, Memory, Paper, Row
+from ipu_jax.chips import Advice, ChipReport, Explanation, Kernel, Memory, Paper, Row, StepPart
 
 GIB = 2**30
 PARTS = {"arguments": 400, "results": 401, "reused": 400, "temporary": 1500, "program": 15, "needed": 1916}  # MB
@@ -24,6 +24,8 @@ REPORT = ChipReport(
     host_loops=None,
     paper=Paper(0.1111, 0.2222, 0.3333, 0.4444, 0.5555, 0.6666, 0.7777, share_of_peak=0.42),
 )
+KERNELS = tuple(Kernel(f"kernel_{k}", 10 ** (12 - k) * (k < 2), 0.5 / 10**k) for k in range(4))
+EXPLANATION = Explanation(2.5, 0.4, (StepPart("F", 2.0, "by", 1.0, {"products": 2.0}),), (Advice("more", 0.5),))
 TOO_LARGE = dataclasses.replace(REPORT, memory=dataclasses.replace(MEMORY, needed=20 * GIB), mends=("a mend",) * 6)
 UNCOMPILED = dataclasses.replace(
     TOO_LARGE, memory=Memory(400 * 10**6, 0, 0, None, None, 20 * GIB, 16 * GIB), cycles={}, rows=(), paper=None
@@ -36,8 +38,11 @@ def line_of(report: ChipReport, part: str) -> str:
 
 @pytest.mark.parametrize(
     "report",
-    [REPORT, TOO_LARGE, UNCOMPILED, dataclasses.replace(TOO_LARGE, cycles={}, host_loops=12)],
-    ids=["fits", "too large", "uncompiled", "GPUs"],
+    [
+        *(REPORT, TOO_LARGE, dataclasses.replace(TOO_LARGE, kernels=KERNELS, explanation=EXPLANATION), UNCOMPILED),
+        dataclasses.replace(TOO_LARGE, cycles={}, host_loops=12),
+    ],
+    ids=["fits", "too large", "kernels", "uncompiled", "GPUs"],
 )
 def test_a_large_report_fits_on_one_screen_and_says_what_is_missing(report):
     lines = str(report).splitlines()
@@ -94,6 +99,25 @@ def test_rows_and_times_with_their_units():
     assert "lower bound" in str(dataclasses.replace(REPORT, cycles={}))
 
 
+def test_kernels_are_labelled_as_taken():
+    report = dataclasses.replace(REPORT, kernels=KERNELS)
+    shown = [line for line in str(report).splitlines() if "kernel_" in line]
+    assert shown[0].split("  ", 1)[1].strip() == "kernel_0: 500 ms = 1.0 TFLOP at 50% of the peak, taken, not measured"
+    assert "50.0 ms = 100.0 GFLOP at 50% of the peak" in shown[1]
+    assert shown[2].strip() == "kernel_2: no FLOPs are known, counted 0"
+    assert (len(shown), "kernels  " in str(REPORT)) == (3, False)
+
+
+def test_an_explanation_is_shown_in_place_of_the_rest_if_the_program_fits():
+    lines = str(dataclasses.replace(REPORT, explanation=EXPLANATION)).splitlines()
+    assert lines[:2] == str(REPORT).splitlines()[:2]
+    whole, task, kinds = (" ".join(line.split()) for line in lines[3:6])
+    assert whole == "a step on paper 2.5 s 100% 40% of the chip's FLOP/s, on the IPU that works the most"
+    assert (task, kinds) == ("F 2.0 s 80% by", "products 2.0 s")
+    assert lines[-1].split() == ["500", "ms", "20%", "more"]
+    assert "memory of a chip" in str(dataclasses.replace(TOO_LARGE, explanation=EXPLANATION))
+
+
 def test_json_contains_the_same_numbers():
     found = json.loads(REPORT.json())
     assert "\n" not in REPORT.json()
@@ -103,10 +127,16 @@ def test_json_contains_the_same_numbers():
     assert Memory(**found.pop("memory")) == REPORT.memory
     assert Paper(**found.pop("paper")) == REPORT.paper
     assert tuple(Row(**row) for row in found.pop("rows")) == REPORT.rows
-    assert found.pop("mends") == []
+    assert (found.pop("mends"), found.pop("kernels"), found.pop("explanation")) == ([], [], None)
     assert found == {name: getattr(REPORT, name) for name in found}
-    own = {"memory", "paper", "rows", "mends", "program"}
+    own = {"memory", "paper", "rows", "mends", "kernels", "explanation", "program"}
     assert set(found) == {field.name for field in dataclasses.fields(ChipReport)} - own
+
+    explained = json.loads(dataclasses.replace(REPORT, kernels=KERNELS, explanation=EXPLANATION).json())
+    assert tuple(Kernel(**kernel) for kernel in explained["kernels"]) == KERNELS
+    assert explained["explanation"] == dataclasses.asdict(EXPLANATION) | {
+        name: [dataclasses.asdict(one) for one in getattr(EXPLANATION, name)] for name in ("parts", "advice")
+    }
 
     too_large = json.loads(UNCOMPILED.json())
     memory = too_large["memory"]

@@ -141,7 +141,7 @@ TINY = ["--width", 128, "--blocks", 4, "--sequence", 64, "--vocabulary", 512, "-
 
 @NEEDS_TPU
 def test_a_gpt_that_fits():
-    status, out, err = run(COMMAND, "--topology", "v5e:2x2", "--json", GPT, *TINY)
+    status, out, err = run(COMMAND, "--topology", "v5e:2x2", "--json", "--explain", GPT, *TINY)
     assert (status, err) == (0, "")
     found = json.loads(out)
     assert (found["chips"], found["chip"], found["mesh"]) == (4, "TPU v5 lite", {"replica": 1, "ipu": 4})
@@ -149,6 +149,14 @@ def test_a_gpt_that_fits():
     assert found["paper"]["seconds"] > 0
     assert set(found["cycles"]) == {"F", "B", "FB", "update"}
     assert {row["op"] for row in found["rows"]} >= {"permute y", "permute dx"}
+    assert {row["links"] for row in found["rows"] if row["op"] == "all-reduce"} == {2}  # of chips at corners
+    parts = found["explanation"]["parts"]
+    assert sum(part["seconds"] for part in parts) == pytest.approx(found["paper"]["seconds"])
+    tasks = [part for part in parts if part["name"] in ("F", "B", "FB")]
+    assert [part["name"] for part in tasks] == ["F", "B", "FB"]
+    for part in tasks:
+        assert part["kinds"]["products"] > 0
+        assert sum(part["kinds"].values()) == pytest.approx(part["seconds"], rel=1e-3)
 
 
 @NEEDS_TPU

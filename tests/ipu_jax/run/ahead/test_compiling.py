@@ -100,11 +100,22 @@ def test_a_training_step_of_a_loss_function_has_no_tasks():
     assert [(row.op, row.axis) for row in report.rows] == [("all-reduce", "replica")]
 
 
+LOSS_ALONE = make_train_step(lambda w, rows: jnp.mean((rows @ w) ** 2), optax.sgd(0.1))
+
+
+def explained(*given: Any) -> None:
+    """Hand a model over as `ipu-compile --explain` does."""
+    with awaiting(explain=True):
+        hand_over(*given)
+
+
 @refusals(
     (lambda: report_of(lambda w, b: 0.0), "model=<function", "neither a TrainStep nor a Pipeline", "make one"),
     (lambda: report_of(pipeline_of(), state=None), "state", "shard_state"),
     (lambda: report_of(pipeline_of(), key=None), "key", "random"),
     (lambda: report_of(pipeline_of(2)), "2", "replica"),
+    (lambda: report_of(pipeline_of(), explain=True), "--explain, needs chips whose figures are known", "leave it out"),
+    (lambda: explained(LOSS_ALONE, shape(3), shape(1, N, 3)), "--explain, needs a pipeline", "leave it out"),
 )
 def test_other_models_and_arguments_are_refused(call, holds):
     with refused(*holds):
@@ -180,8 +191,9 @@ def test_a_program_that_is_too_large_needs_what_the_compiler_says(message, neede
 @pytest.mark.usefixtures("v5e")
 def test_a_program_that_is_too_large_to_be_compiled_has_a_report(monkeypatch):
     monkeypatch.setattr(compiling, "compile_lowered", raising("RESOURCE_EXHAUSTED: 20.53G"))
-    report = report_of(step_of(), 2)
+    report = report_of(step_of(), 2, explain=True)
     memory = report.memory
+    assert report.explanation is None
     assert memory.needed == pytest.approx(20.53 * GIB)
     assert (memory.temporary, memory.program, report.program, report.rows, report.paper) == (None, None, None, (), None)
     assert memory.missing > 0

@@ -3,13 +3,14 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas
 from jax.sharding import PartitionSpec
 
 from ipu_jax import ALL_IPUS, Pipeline, Stage, make_mesh
-from ipu_jax.chips import Row
+from ipu_jax.chips import Kernel, Row
 from ipu_jax.core.engine.plan import Plan
-from ipu_jax.run.ahead.chip_report import estimate, flops_by_task
 from ipu_jax.run.ahead.kinds import Kind
+from ipu_jax.run.ahead.paper import estimate, flops_by_task, kernels_by_name, kernels_of
 
 N, D, M = 4, 8, 6
 PRODUCT, SUM = 2 * N * D * D, N * D
@@ -103,3 +104,46 @@ def test_every_ipu_runs_a_concurrent_head_for_every_micro_batch():
     of_head = 3 * PRODUCT + SUM  # whose cycles are divided like its FLOPs
     assert paper.forward == pytest.approx(M * (300 + 1000 * (PRODUCT + SUM) / of_head) / CLOCK)
     assert paper.bubble == pytest.approx((300 + 500) / CLOCK)
+
+
+def doubled(x, given: int | None = 2000):
+    """Return x twice by a kernel in 2 steps, which says how many FLOPs it has, or does not say it."""
+    cost = None if given is None else pallas.CostEstimate(flops=given, transcendentals=0, bytes_accessed=0)
+
+    def double(source, target):
+        target[...] = 2 * source[...]
+
+    spec = pallas.BlockSpec((N // 2, D), lambda k: (k, 0))
+    made = pallas.pallas_call(
+        double, jax.ShapeDtypeStruct((N, D), "float32"), grid=(2,), in_specs=[spec], out_specs=spec, cost_estimate=cost
+    )
+    return made(jax.lax.stop_gradient(x))
+
+
+def test_a_kernel_counts_its_flops_at_half_of_the_peak_where_the_compiler_counts_cycles():
+    stages = [
+        Stage(lambda w, x, mb: mb @ w + jax.lax.scan(lambda x, _: (doubled(x), None), mb, length=3)[0], "w0", 0),
+        Stage(lambda w, x, mb: jnp.sum(doubled(x) @ w), "w1", 1),
+    ]
+    pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=M)
+    weights = {name: jax.ShapeDtypeStruct((D, D), "float32") for name in ("w0", "w1")}
+    plan = pipeline.placement.plan(pipeline.shard_shapes(weights), jax.ShapeDtypeStruct((M, N, D), "float32"))
+    (kernel,) = kernels_by_name(plan, KIND)
+    assert kernel == Kernel("double", M * 3 * 2000, M * 3 * 2000 / (FLOPS / 2))
+
+    cycles = even(plan, F=30_000, B=50_000)  # more than by the FLOPs
+    with_kernels, one_each = estimate(plan, KIND, [], cycles, written=0), M * 3 * 2000 / (FLOPS / 2)
+    assert with_kernels.forward == pytest.approx(M * 30_000 / CLOCK + one_each)
+    assert with_kernels.backward == pytest.approx(M * 50_000 / CLOCK)
+    on_gpus = estimate(plan, KIND, [], even(plan, F=0, B=0), written=0)  # there all FLOPs are at full speed
+    assert on_gpus.forward == pytest.approx(flops_by_task(plan)["F"] / FLOPS)
+
+
+def test_flops_of_a_kernel_are_its_own_or_counted_and_a_branch_counts_once():
+    x = jax.ShapeDtypeStruct((N, D), "float32")
+    flops = lambda fn: kernels_of(jax.make_jaxpr(fn)(x))
+    assert flops(doubled) == {"double": 2000}
+    assert flops(lambda x: doubled(x, None)) == {"double": 3 * N * D}  # each element is read, doubled and written
+    branches = lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: doubled(x, 70), doubled, x)
+    assert flops(jax.jit(branches)) == {"double": 2000}
+    assert flops(jnp.sin) == {}

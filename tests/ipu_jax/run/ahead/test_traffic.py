@@ -4,6 +4,7 @@ Transfers over the network between TPU slices are read from the program's text.
 """
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,8 @@ import numpy as np
 import pytest
 
 from ipu_jax.chips import Program, Row
-from ipu_jax.run.ahead.chip_report import rows_of
-from ipu_jax.run.ahead.kinds import KINDS, Kind
+from ipu_jax.run.ahead.kinds import KINDS, Kind, topology_of
+from ipu_jax.run.ahead.traffic import rows_of
 
 KIND = Kind("toy", "toy", memory=0, flops=1, memory_speed=1, clock=1, link=100, network=10)
 ALL, IPUS, REPLICAS = "{{0,1,2,3,4,5,6,7}}", "{{0,1,2,3},{4,5,6,7}}", "{{0,4},{1,5},{2,6},{3,7}}"
@@ -74,11 +75,79 @@ def test_the_axis_and_the_time_over_links_to_neighbours(sent, axis, seconds):
 def test_a_message_over_several_links_takes_as_often_as_long():
     (ring,) = rows("f32[100] collective-permute {{0,1},{1,2},{2,3},{3,0}}")
     assert (ring.hops, ring.seconds) == (3, 3 * 400 / 100)
-    (both,) = rows(f"f32[100] all-reduce {ALL}")
-    assert (both.axis, both.hops) == ("replica x ipu", 4)  # from the end of a row to the start of the next one
-    assert both.seconds == pytest.approx(4 * 2 * 7 / 8 * 400 / 100)
+    (both,) = rows("f32[100] all-reduce {{0,1,2,3,4,6,7}}")  # no box: from the end of a row to the next but one
+    assert (both.axis, both.hops, both.links, both.over) == ("replica x ipu", 4, 1, "4 hops")
+    assert both.seconds == pytest.approx(4 * 2 * 6 / 7 * 400 / 100)
     (unknown,) = rows(f"f32[100] all-reduce {ALL}", mesh=mesh_of(*(Device(k, platform="cpu") for k in range(8))))
     assert unknown.hops == 1
+
+
+def box(*sides: int) -> list[tuple[int, ...]]:
+    return [*itertools.product(*map(range, sides))]
+
+
+SQUARE = box(4, 4)
+
+
+# the links of a chip at a corner, to other chips of its group; by hand
+@pytest.mark.parametrize(
+    ("topology", "group", "links"),
+    [
+        ("v5e:2x2", box(2, 2), 2),
+        ("v5e:2x4", box(2, 4), 2),
+        ("v5e:4x4", SQUARE, 2),
+        ("v5e:4x4", [SQUARE[k] for k in (0, 5, 3, *range(6, 16), 1, 2, 4)], 2),  # in any order
+        ("v5e:4x4", [(2, y) for y in range(4)], 1),  # a ring of the mesh is a line of chips
+        ("v5e:4x4", SQUARE[4:12], 2),
+        ("v5e:4x4", [(0, 0), (0, 1)], 1),
+        ("v5e:16x16", box(16, 16), 4),
+        ("v6e:16x16", box(16, 2), 3),
+        ("v5e:8x16", box(8, 16), 3),
+        ("v5e:8x16", [(0, y) for y in range(16)], 2),
+        ("v5e:8x16", [(0, y) for y in range(8)], 1),  # half of a ring is a line
+        ("v5p:2x2x2", box(2, 2, 2), 3),
+        ("v5p:4x4x4", box(4, 4, 4), 6),
+        ("v5p:4x4x8", [(0, 0, z) for z in range(8)], 2),
+        ("v5p:4x4x8", [(0, 0, z) for z in range(4)], 1),
+        ("v5p:2x2x4", [(0, 0, z) for z in range(4)], 1),  # no whole cube of 4 x 4 x 4, so no side is a ring
+    ],
+)
+@pytest.mark.parametrize(("op", "sent"), [("all-reduce", 2), ("all-gather", 1), ("reduce-scatter", 1)])
+def test_chips_that_fill_a_box_use_links_along_each_side(topology, group, links, op, sent):
+    kind, sides = topology_of(topology)
+    places = box(*sides)
+    mesh = mesh_of(*(Device(k, coords=place) for k, place in enumerate(places)), replicas=1)
+    group = [*map(places.index, group)]
+    n, elements = len(group), 1024
+    text = "{{" + ",".join(map(str, group)) + "}}"
+    (row,) = rows(f"f32[{elements}] {op} {text}", mesh=mesh, kind=kind)
+    assert (row.hops, row.links) == (1, links)
+    assert row.over == (f"{links} links" if links > 1 else "1 hop")
+    whole = 4 * elements * (n if op == "reduce-scatter" else 1)  # its result is a part of the array
+    assert row.seconds == pytest.approx(sent * (n - 1) / n * whole / (links * kind.link))
+
+
+def test_other_collectives_and_scattered_chips_use_one_link_at_a_time():
+    mesh = mesh_of(*(Device(k, coords=place) for k, place in enumerate(SQUARE)), replicas=1)
+    every_second, neighbours = "{{0,2}}", "{{0,1},{1,2},{2,3}}"
+    sent = (f"f32[100] all-reduce {every_second}", f"f32[100] collective-permute {neighbours}")
+    summed, permuted = rows(*sent, mesh=mesh)
+    assert (summed.hops, summed.links, summed.seconds) == (2, 1, 2 * 2 * 1 / 2 * 400 / 100)
+    assert (permuted.hops, permuted.links, permuted.seconds) == (1, 1, 400 / 100)
+    (exchanged,) = rows("f32[100] all-to-all {{0,1,2,3}}", mesh=mesh)
+    assert (exchanged.links, exchanged.seconds) == (1, 3 / 4 * 400 / 100)
+
+
+def test_a_part_of_a_slice_has_the_rings_of_the_slice(monkeypatch):
+    """The chips of a mesh fill 4 x 4 x 4, whose sides would be rings; in a slice of 4 x 4 x 8 one of them is a line."""
+    kind, _ = topology_of("v5p:4x4x8")
+    whole = [Device(k, coords=place) for k, place in enumerate(box(4, 4, 8))]
+    client = SimpleNamespace(devices=lambda: whole)
+    monkeypatch.setattr(Device, "client", client, raising=False)
+    line = [device for device in whole if device.coords and device.coords[2] < 4]
+    text = "{{" + ",".join(map(str, range(4))) + "}}"
+    (row,) = rows(f"f32[100] all-reduce {text}", mesh=mesh_of(*line, replicas=1), kind=kind)
+    assert row.links == 1
 
 
 @pytest.mark.parametrize(
