@@ -1,5 +1,6 @@
 """Find in a compiled pipeline what figures and tests count: rings, sums, permutes and constants."""
 
+import re
 from collections.abc import Iterable
 
 from ipu_jax.chips import Array, Instruction, Program
@@ -40,6 +41,20 @@ def integer_constants(program: Program) -> list[Array]:
     """Return the program's constant arrays of integers."""
     constants = (i.arrays[0] for i in program.instructions() if i.op == "constant")
     return [array for array in constants if array.dtype == "s32" and array.dims]
+
+
+def kernels(text: str) -> int:
+    """Return how many kernels a program for CPUs has: XLA compiles equal fusions once."""
+    bodies = dict(re.findall(r"^%(\S+) \([^\n]*\{\n(.*?)^\}", text, re.M | re.S))
+    fused = {name for name in re.findall(r" fusion\([^\n]* calls=%([\w.-]+)", text)}
+    return len({_unnamed(bodies[name]) for name in fused})
+
+
+def _unnamed(body: str) -> str:
+    """Return a computation with numbers in place of names, without what its instructions say beside their work."""
+    names: dict[str, str] = {}
+    number = lambda found: names.setdefault(found[0], f"%{len(names)}")
+    return re.sub(r"%[\w.-]+", number, re.sub(r", (metadata=\{[^}]*\}|backend_config=\{.*)", "", body))
 
 
 def _sums(instructions: Iterable[Instruction]) -> list[Array]:
