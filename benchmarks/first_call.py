@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,74 +20,76 @@ import numpy as np
 
 import from_function
 from figures import Figures, largest_relative_difference, scanned
+from from_function import IPUS, MICRO_BATCHES, init_params, loss, one_of
 from gpt import Sizes, random_batch
 from ipu_jax import Pipeline, configure
 from program_text import kernels
 
-LAYERS, WAYS, SCHEDULE = (4, 8, 24), ("plain jit", "cut", "by hand"), "1f1b"
-BOUNDED, PROCESSES = 8, 3  # layers whose times have bounds
+LAYERS, WAYS, SCHEDULE = (4, 8, 24), ("cut", "by hand"), "1f1b"
+BOUNDS = {"trace": 1.5, "compile": 2.0, "kernels": 1.5}  # of a cut function of 8 layers
+PROCESSES = 3
 ITSELF = "IPU_JAX_FIRST_CALL"
 
 
 def first_call(way: str, layers: int) -> dict[str, float]:
     """Trace and compile the step in one way, and return what it took."""
-    configure(from_function.IPUS)
+    configure(IPUS)
     from_function.SIZES = Sizes(vocabulary=256, length=32, features=64, heads=4, layers=layers)
-    params = from_function.init_params(from_function.SIZES)
-    batch = random_batch(from_function.SIZES, from_function.MICRO_BATCHES, 2)
-    plain = jax.jit(scanned(from_function.loss))
+    params, batch = init_params(from_function.SIZES), random_batch(from_function.SIZES, MICRO_BATCHES, 2)
+    plain, found = jax.jit(scanned(loss)), dict[str, float]()
     jax.block_until_ready(jax.jit(lambda x: x + 1)(1.0))  # what the first program of a process takes
-    times, begun, pipeline = {}, time.process_time(), None
+
+    def timed(name: str, call: Callable[[], Any]) -> Any:
+        begun = time.process_time()
+        result = call()
+        found[name] = time.process_time() - begun
+        return result
+
     if way == "cut":
-        one = from_function.one_of(batch)
-        options: dict[str, Any] = {"schedule": SCHEDULE, "gradient_accumulation": from_function.MICRO_BATCHES}
-        pipeline = Pipeline.from_function(from_function.loss, params, one, ipus=from_function.IPUS, **options)
-    elif way == "by hand":
-        pipeline, params = from_function.by_hand(SCHEDULE, tied=True), from_function.in_groups(params)
-    times["cut"], arguments = time.process_time() - begun, (params, batch)
-    if pipeline is not None:
-        arguments = (pipeline.shard(params), batch)
-    begun = time.process_time()
-    lowered = plain.lower(*arguments) if pipeline is None else pipeline.lower(*arguments)
-    times["trace"], begun = time.process_time() - begun, time.process_time()
-    compiled = lowered.compile()
-    times["compile"] = time.process_time() - begun
-    found = times | {"kernels": kernels(compiled.as_text())}
+        options: dict[str, Any] = {"ipus": IPUS, "schedule": SCHEDULE, "gradient_accumulation": MICRO_BATCHES}
+        pipeline = timed("cut", lambda: Pipeline.from_function(loss, params, one_of(batch), **options))
+    else:
+        pipeline = from_function.by_hand(SCHEDULE, tied=True)
+    given = pipeline.shard(params if way == "cut" else from_function.in_groups(params))
+    lower = (lambda: plain.lower(params, batch)) if way == "plain jit" else lambda: pipeline.lower(given, batch)
+    lowered = timed("trace", lower)
+    found["kernels"] = kernels(timed("compile", lowered.compile).as_text())
     if way == "cut":
-        value, gradients = pipeline.value_and_grad(*arguments)
-        result, expected = (value, pipeline.unshard(gradients)), plain(params, batch)
-        found["difference"] = largest_relative_difference(jax.tree.map(np.asarray, result), expected)
+        value, gradients = pipeline.value_and_grad(given, batch)
+        result = jax.tree.map(np.asarray, (value, pipeline.unshard(gradients)))
+        found["difference"] = largest_relative_difference(result, plain(params, batch))
     return found
 
 
 def measured(way: str, layers: int) -> dict[str, float]:
     """Return the least of what processes took."""
-    found = []
-    for _ in range(PROCESSES if layers == BOUNDED else 1):
-        environment = {**os.environ, ITSELF: json.dumps([way, layers])}
-        output = subprocess.run([sys.executable, __file__], check=True, env=environment, stdout=subprocess.PIPE).stdout
-        found.append(json.loads(output.splitlines()[-1]))
+    environment, found = {**os.environ, ITSELF: json.dumps([way, layers])}, list[dict[str, float]]()
+    for _ in range(PROCESSES):
+        ended = subprocess.run([sys.executable, __file__], check=True, env=environment, stdout=subprocess.PIPE)
+        found.append(json.loads(ended.stdout.splitlines()[-1]))
     return {name: min(one[name] for one in found) for name in found[0]}
 
 
 def main() -> int:
     figures = Figures("a first call: tracing, compiling and kernels, beside plain jit's")
-    figures.shrink(__name__, LAYERS=(4,), WAYS=WAYS[:2], PROCESSES=1)
+    figures.shrink(__name__, LAYERS=LAYERS[:1], WAYS=WAYS[:1], PROCESSES=1)
     for layers in LAYERS:
-        plain, *others = (measured(way, layers) for way in WAYS)
-        figures.add(f"kernels, plain jit, {layers} layers", plain["kernels"])
-        for name in ("trace", "compile"):
-            figures.add(f"CPU seconds to {name}, plain jit, {layers} layers", plain[name])
-        for way, found in zip(WAYS[1:], others, strict=True):
-            if "difference" in found:
-                figures.add(f"loss and gradients / plain jit, {layers} layers, difference", found["difference"], 1e-5)
-            bounds = {"trace": 1.5, "compile": 2.0, "kernels": 2.0} if (way, layers) == ("cut", BOUNDED) else {}
-            figures.add(f"kernels / plain jit, {way}, {layers} layers", found["kernels"] / plain["kernels"], bounds.get("kernels"))
-            for name in ("trace", "compile"):
-                ratio = found[name] / plain[name]
-                figures.add(f"CPU time to {name} / plain jit, {way}, {layers} layers", ratio, bounds.get(name))
-            figures.add(f"CPU seconds to cut, {way}, {layers} layers", found["cut"]) if way == "cut" else None
+        plain = measured("plain jit", layers)
+        for name, value in plain.items():
+            figures.add(f"{_SAID[name]}, plain jit, {layers} layers", value)
+        for way in WAYS:
+            found = measured(way, layers)
+            if way == "cut":
+                of = f"loss and gradients of the cut function / plain jit, {layers} layers, relative difference"
+                figures.add(of, found["difference"], 1e-5)
+                figures.add(f"CPU seconds to cut, {layers} layers", found["cut"])
+            bounds = BOUNDS if (way, layers) == ("cut", 8) else {}
+            for name, least in plain.items():
+                figures.add(f"{_SAID[name]} / plain jit, {way}, {layers} layers", found[name] / least, bounds.get(name))
     return figures.status()
+
+
+_SAID = {"trace": "CPU seconds to trace", "compile": "CPU seconds to compile", "kernels": "kernels"}
 
 
 if __name__ == "__main__":

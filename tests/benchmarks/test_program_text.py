@@ -6,6 +6,7 @@ from ipu_jax.chips import Array, Program
 from program_text import (
     copied_rings,
     integer_constants,
+    kernels,
     permutes_beside_work,
     rings,
     sums_in_scans,
@@ -55,3 +56,32 @@ def test_rings_sums_and_permutes_are_found_in_a_program():
     assert sums_outside_scans(program) == [Array("f32", (4,))]
     assert integer_constants(program) == [Array("s32", (4, 60))]
     assert permutes_beside_work(program) == [True, False]  # whether the chip works before its end
+
+
+FUSIONS = """HloModule jit_f
+
+%one (p: f32[4], at: s32[]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %sum = f32[4]{0} add(%p, %p), metadata={op_name="first" source_file="a.py"}
+}
+
+%other (q: f32[4]) -> f32[4] {
+  %q = f32[4]{0} parameter(0)
+  ROOT %sum.2 = f32[4]{0} add(%q, %q), metadata={op_name="second"}
+}
+
+%product (p.1: f32[4]) -> f32[4] {
+  %p.1 = f32[4]{0} parameter(0)
+  ROOT %out = f32[4]{0} multiply(%p.1, %p.1)
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %a = f32[4]{0} fusion(%x), kind=kLoop, calls=%one, backend_config={"outer":"1"}
+  %b = f32[4]{0} fusion(%a), kind=kLoop, calls=%other
+  ROOT %c = f32[4]{0} fusion(%b), kind=kLoop, calls=%product
+}
+"""
+
+
+def test_equal_fusions_are_one_kernel():
+    assert kernels(FUSIONS) == 2

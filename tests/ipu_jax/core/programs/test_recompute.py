@@ -202,6 +202,23 @@ def test_functions_with_their_own_derivative_keep_it_and_run_once():
     assert primitives_of(traced(fn, params).jaxprs["B"].jaxpr)["cos"] == 0
 
 
+def test_a_rule_for_tangents_may_have_a_loop_that_makes_its_result_too():
+    @jax.custom_jvp
+    def bounded(x):
+        return jnp.tanh(jnp.tanh(x))
+
+    @bounded.defjvp
+    def rule(primals, tangents):
+        def step(carry, _):
+            x, dx = carry
+            y = jnp.tanh(x)
+            return (y, 2 * dx * (1 - y**2)), None
+
+        return lax.scan(step, (*primals, *tangents), length=2)[0]
+
+    assert_gradients(lambda p, x, mb: (bounded(norm(x) @ p) * norm(x)) @ p, normal((FEATURES, FEATURES)))
+
+
 def test_collectives_run_once():
     """A concurrent stage reduces its product, as a row-parallel layer does; B does so for its own gradient alone."""
 
