@@ -20,13 +20,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
 from ipu_jax.base import jaxprs
 from ipu_jax.base.annotations import Eqn, Function, Jaxpr, Tree, Value, Var
 from ipu_jax.core.mesh.axes import axes_of
 from ipu_jax.core.programs._keeping import bytes_of, cheapest_to_keep
+from ipu_jax.core.programs._linear_part import Pull, linearized
 
 
 class ValueOrigin(enum.Enum):
@@ -185,9 +185,8 @@ class _Part:
 
     def derivative(self, differentiated: tuple[bool, ...]) -> "_Derivative":
         """Trace the part and its derivative with respect to some inputs, and choose the values to keep."""
-        linearized = self._linearized(differentiated)
         shapes = [jaxprs.shape_of(v.aval) for v in self.inputs]
-        traced, residuals, vjp = linearized or self._with_vjp(shapes, differentiated)
+        traced, residuals, pull = linearized(self, shapes, differentiated)
         jaxpr, count = traced.jaxpr, len(self.outputs)
         costs = {
             var: float(bytes_of(var)) if origin == ValueOrigin.COMPUTED else 0.0
@@ -207,74 +206,8 @@ class _Part:
             read=read,
             differentiated=differentiated,
             zeros=tuple(shape if is_stacked else None for shape, is_stacked in zip(shapes, self.stacked, strict=True)),
-            vjp=vjp,
+            pull=pull,
         )
-
-    def _linearized(self, differentiated: tuple[bool, ...]) -> tuple[Jaxpr, list[Var], Any] | None:
-        """Return what `_with_vjp` returns, traced by `jax.jvp`, which takes a fourth of the time.
-
-        What depends on tangents is linear in them, and is transposed. Return None where an output comes from one
-        equation with tangents: a user's rule may have such a loop.
-        """
-        shapes = [jaxprs.shape_of(v.aval) for v in self.inputs]
-        tangents = [shape for shape, d in zip(shapes, differentiated, strict=True) if d]
-
-        def pushed(args: list[Value], tangents: list[Value]) -> tuple[list[Value], list[Value]]:
-            fn, chosen = self._of_differentiated(args, differentiated)
-            return jax.jvp(fn, chosen, tangents)
-
-        traced = _without_rules(jax.make_jaxpr(pushed)(shapes, tangents))
-        jaxpr, count = traced.jaxpr, len(self.outputs)
-        inputs, moving, moved = jaxpr.invars[: len(shapes)], jaxpr.invars[len(shapes) :], jaxpr.outvars[count:]
-        linear = jaxprs.depending(jaxpr.eqns, moving)
-        eqns = [eqn for eqn in jaxpr.eqns if linear.intersection(eqn.outvars)]
-        if linear.intersection(jaxprs.variables(jaxpr.outvars[:count])):
-            return None
-        at = [k for k, v in enumerate(moved) if not isinstance(v, core.Literal) and v in linear]
-        eqns = jaxprs.needed(eqns, [moved[k] for k in at])
-        read = [v for v in jaxprs.read_by(eqns) if v not in linear and v not in jaxpr.constvars]
-        residuals = list(dict.fromkeys(read))
-        tangent_part = jaxprs.part_of(traced, [*residuals, *moving], eqns, [moved[k] for k in at])
-        primal_part = [eqn for eqn in jaxpr.eqns if not linear.intersection(eqn.outvars)]
-        forward = jaxprs.part_of(traced, inputs, primal_part, [*jaxpr.outvars[:count], *residuals])
-        vjp = jax.tree_util.Partial(functools.partial(_transposed, tangent_part, at), residuals)
-        return forward, residuals, jax.tree.structure(vjp)
-
-    def _with_vjp(self, shapes: list[Any], differentiated: tuple[bool, ...]) -> tuple[Jaxpr, list[Var], Any]:
-        """Return a closed jaxpr to the outputs and the residuals of `jax.vjp`, these residuals, and its tree."""
-        captured: dict[str, Any] = {}
-
-        def forward(*args: Value) -> list[Value]:
-            fn, chosen = self._of_differentiated(args, differentiated)
-            outputs, vjp = jax.vjp(fn, *chosen)
-            residuals, captured["vjp"] = jax.tree.flatten(vjp)
-            return [*outputs, *residuals]
-
-        traced = _without_rules(jax.make_jaxpr(forward)(*shapes))
-        return traced, traced.jaxpr.outvars[len(self.outputs) :], captured["vjp"]
-
-    def _of_differentiated(
-        self, args: Sequence[Value], differentiated: tuple[bool, ...]
-    ) -> tuple[Function, list[Value]]:
-        """Return the part as a function of its differentiated inputs, and these inputs."""
-
-        def fn(*chosen: Value) -> list[Value]:
-            following = iter(chosen)
-            return self(*(next(following) if d else arg for arg, d in zip(args, differentiated, strict=True)))
-
-        return fn, [arg for arg, d in zip(args, differentiated, strict=True) if d]
-
-
-def _without_rules(closed: Jaxpr) -> Jaxpr:
-    """Return a program without rules: one may call functions that have one, too, and none is differentiated again."""
-    return jaxprs.laid_open(closed, (*jaxprs.JITS, "custom_jvp_call"))
-
-
-def _transposed(linear: Jaxpr, at: list[int], residuals: list[Value], cotangents: list[Value]) -> list[Value]:
-    """Return the cotangents of a linear part's tangents, given those of all outputs, of which it has those in `at`."""
-    tangents = [jaxprs.shape_of(aval) for aval in linear.in_avals[len(residuals) :]]
-    push = lambda *tangents: core.jaxpr_as_fun(linear)(*residuals, *tangents)
-    return [*jax.linear_transpose(push, *tangents)([cotangents[k] for k in at])]
 
 
 def _differentiable(eqns: Sequence[Eqn], inputs: Sequence[Var]) -> set[Var]:
@@ -301,11 +234,11 @@ class _Derivative:
 
     Attributes:
         forward: a closed jaxpr from the inputs to the outputs and the values to keep.
-        again: a closed jaxpr from the kept values and the inputs that it reads to the residuals of `vjp`.
+        again: a closed jaxpr from the kept values and the inputs that it reads to the residuals that `pull` takes.
         read: the numbers of the inputs that `again` reads.
         differentiated: per input, whether it has a gradient.
         zeros: per input, the shape of the zeros that stand for no gradient; None where None does.
-        vjp: the tree of the part's vjp function, whose leaves are the residuals.
+        pull: from the residuals and the cotangents of the outputs to those of the differentiated inputs.
     """
 
     forward: Jaxpr
@@ -313,7 +246,7 @@ class _Derivative:
     read: tuple[int, ...]
     differentiated: tuple[bool, ...]
     zeros: tuple[Any, ...]
-    vjp: Any
+    pull: Pull
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["kept", "inputs"], meta_fields=["derivative"])
@@ -329,36 +262,9 @@ class _Saved:
 def _backward(saved: _Saved, cotangents: list[Value]) -> tuple[Value, ...]:
     derivative = saved.derivative
     residuals = core.jaxpr_as_fun(derivative.again)(*saved.kept, *saved.inputs)
-    gradients = iter(_pulled_back(jax.tree.unflatten(derivative.vjp, residuals), cotangents))
+    gradients = iter(derivative.pull(residuals, cotangents))
     found = [next(gradients) if d else None for d in derivative.differentiated]
     return tuple(
         jnp.zeros(zeros.shape, zeros.dtype) if g is None and zeros is not None else g
         for g, zeros in zip(found, derivative.zeros, strict=True)
     )
-
-
-def _pulled_back(vjp: Function, cotangents: list[Value]) -> list[Value]:
-    """Return `vjp(cotangents)`, computed without operations on zero cotangents; None for a gradient that is zero."""
-    is_zero = [isinstance(ct, SymbolicZero) for ct in cotangents]
-    if not any(is_zero):
-        return list(vjp(cotangents))
-    closed: Jaxpr = jax.make_jaxpr(vjp)([jax.ShapeDtypeStruct(ct.shape, ct.dtype) for ct in cotangents])
-    jaxpr = closed.jaxpr
-    env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    zeros: set[Var] = set()
-    linear = jaxprs.depending(jaxpr.eqns, jaxpr.invars)  # every equation is linear in its inputs of this set
-    for var, ct, zero in zip(jaxpr.invars, cotangents, is_zero, strict=True):
-        zeros.update([var] if zero else [])
-        env[var] = jnp.zeros(ct.shape, ct.dtype) if zero else ct
-    for eqn in jaxpr.eqns:
-        of_cotangents = linear.intersection(jaxprs.variables(eqn.invars))
-        is_sum = eqn.primitive.name == "add_any"
-        others = [v for v in eqn.invars if is_sum and (isinstance(v, core.Literal) or v not in zeros)]
-        if of_cotangents and of_cotangents <= zeros:
-            zeros.update(eqn.outvars)
-            env.update((v, jnp.zeros(v.aval.shape, v.aval.dtype)) for v in eqn.outvars)
-        elif len(others) == 1:
-            env[eqn.outvars[0]] = jaxprs.value_of(others[0], env)
-        else:
-            env.update(zip(eqn.outvars, jaxprs.bound(eqn, [jaxprs.value_of(v, env) for v in eqn.invars]), strict=True))
-    return [None if v in zeros else jaxprs.value_of(v, env) for v in jaxpr.outvars]
