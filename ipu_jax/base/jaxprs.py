@@ -73,17 +73,15 @@ def value_of(var: Var, env: dict[Var, Value]) -> Value:
 
 def bound(eqn: Eqn, inputs: Sequence[Value]) -> list[Value]:
     """Return the outputs of one equation for these inputs, under the names of the modules that it was traced in."""
-    with context_of(eqn):
+    with eqn.ctx.manager, named_as(eqn):
         outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
-@contextlib.contextmanager
-def context_of(eqn: Eqn) -> Iterator[None]:
-    """Restore what jax knew when an equation was traced: its settings, and the names of modules."""
+def named_as(eqn: Eqn) -> contextlib.AbstractContextManager[Any]:
+    """Name what is traced inside after the modules that an equation was traced in."""
     names = str(eqn.source_info.name_stack)
-    with eqn.ctx.manager, jax.named_scope(names) if names else contextlib.nullcontext():
-        yield
+    return jax.named_scope(names) if names else contextlib.nullcontext()
 
 
 def bound_with(eqn: Eqn, inputs: Sequence[Value], at: Sequence[int], values: Sequence[Value]) -> list[Value]:

@@ -163,8 +163,8 @@ def check_measurable(arguments: Any, measured: bool, repeats: int) -> None:
 
 
 def _costs_the_same(one: Segment, of_one: SegmentProgram, other: Segment, of_other: SegmentProgram) -> bool:
-    alike = of_one.signature is not None and of_one.signature == of_other.signature
-    return alike and (one.place is None) == (other.place is None) and one.stashes == other.stashes
+    alike = (one.place is None) == (other.place is None) and one.stashes == other.stashes
+    return alike and of_one.computes_the_same(of_other)
 
 
 def _seconds(jaxpr: Jaxpr, place: int | None, mesh: Mesh, repeats: int) -> float:

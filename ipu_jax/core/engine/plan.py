@@ -253,11 +253,13 @@ class _Likeness:
     """Describe a segment, or a class so far, to decide which segments form a class.
 
     Attributes:
+        program: what it computes.
         properties: these must be equal.
         channels: of x and of y; None beside a concurrent segment, where there is no channel.
         beside: for x and for y, the IPUs whose segments are beside a concurrent one.
     """
 
+    program: SegmentProgram
     properties: Any
     channels: tuple[int | None, ...]
     beside: tuple[frozenset[int | None], ...]
@@ -267,13 +269,15 @@ class _Likeness:
         pairs = list(zip(self.channels, other.channels, strict=True))
         if self.properties != other.properties or any(None not in pair and pair[0] != pair[1] for pair in pairs):
             return None
+        if not self.program.computes_the_same(other.program):
+            return None
         channels = tuple(two if one is None else one for one, two in pairs)
         beside = tuple(one | two for one, two in zip(self.beside, other.beside, strict=True))
         for side, k in enumerate(channels):
             # the IPUs beside a concurrent segment write the channel's outbox, too: they may not send through it
             if k is not None and beside[side] & {pair[1 - side] for pair in plan.channels[k].pairs}:
                 return None
-        return _Likeness(self.properties, channels, beside)
+        return _Likeness(self.program, self.properties, channels, beside)
 
 
 def _classes(plan: Plan) -> tuple[tuple[int, ...], ...]:
@@ -302,7 +306,7 @@ def _likeness(plan: Plan, i: int) -> _Likeness | None:
     """Return a segment's likeness, or None for a segment that is a class of its own."""
     segment, program = plan.segments[i], plan.programs[i]
     has_aux = bool(jax.tree.leaves(program.results.aux))
-    if segment.place is None or not 0 < i < plan.last or program.signature is None or has_aux:
+    if segment.place is None or not 0 < i < plan.last or has_aux:
         return None
 
     def leaves(layout: PackedLayout, groups: Sequence[str]) -> list[Value]:
@@ -314,8 +318,7 @@ def _likeness(plan: Plan, i: int) -> _Likeness | None:
     is_beside = [plan.segments[j].place is None for j in (i - 1, i + 1)]
     channels = tuple(None if beside else plan.channel_of[i - 1 + side] for side, beside in enumerate(is_beside))
     beside = tuple(frozenset([segment.place] if beside else []) for beside in is_beside)
-    function = program.signature, jax.tree.structure(program.results)
-    return _Likeness((*function, messages, keys, groups), channels, beside)
+    return _Likeness(program, (messages, keys, groups), channels, beside)
 
 
 def _table(plan: Plan, kind: Table) -> np.ndarray:

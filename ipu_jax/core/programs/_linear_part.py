@@ -116,7 +116,7 @@ def _transposed(eqn: Eqn, known: dict[Var, Value], cotangents: list[Value]) -> l
         return [found.get(k) for k in range(len(eqn.invars))]
     values = [jaxprs.value_of(v, known) if _is_in(v, known) else ad.UndefinedPrimal(v.aval) for v in eqn.invars]
     zeros = [ad.Zero(v.aval) if ct is None else ct for v, ct in zip(eqn.outvars, cotangents, strict=True)]
-    with jaxprs.context_of(eqn):
+    with eqn.ctx.manager, jaxprs.named_as(eqn):
         rule = ad.get_primitive_transpose(eqn.primitive)
         return rule(zeros if eqn.primitive.multiple_results else zeros[0], *values, **eqn.params)
 
