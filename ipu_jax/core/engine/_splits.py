@@ -10,7 +10,7 @@ are split: to store them in another way would cost an exchange.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +34,12 @@ class Stored(NamedTuple):
     held: tuple[int, ...]
 
 
-_State = Split | Literal["any"] | None
-"""A value's split; None: unknown; "any": a weight, a part of the batch or a constant, which fits any other value."""
+_State = Split | None
+"""A value's split, None if it is unknown, or `_ANY`."""
 
-_ANY: Final = "any"
+_ANY: Final[Split] = (("",),)
+"""Stands for a weight, a part of the batch or a constant, which is taken to fit any value that it is combined with."""
+
 _ALIKE = {*ELEMENTWISE, "name", "reshard"}
 _MOVES = ("reshape", "transpose", "squeeze", "expand_dims")
 
