@@ -1,7 +1,8 @@
 """Measure what a further mesh axis costs: Megatron MLPs whose IPUs are pairs of devices, beside single devices.
 
 Two IPUs have an MLP each, D x F and F x D. On `make_mesh(1, 2, tensor=2)` the hidden layer is split by annotations, and
-XLA puts communication in. Megatron's minimum is one all-reduce in F and one in B of each MLP.
+XLA puts communication in. Megatron's minimum is one all-reduce in F and one in B of each MLP. On CPUs, and on chips
+where rings are long, a value that an IPU keeps whole, such as x, is stored split and gathered when it is read.
 
     collectives     counted in the compiled program, on CPUs and for the chips of v5e:2x2
     bytes           of weights, gradients and temporary values on a device, on pairs / on single devices; also with
@@ -30,6 +31,7 @@ from ipu_jax.chips import describe
 
 WIDTH, HIDDEN, ROWS, MICRO_BATCHES, ROUNDS = 256, 1024, 256, 8, 10
 SCHEDULES = ("1f1b", "zb-h1")
+GATHERS = {"1f1b": 2, "zb-h1": 4}  # of x and the error on IPU 1; of dy of both MLPs in W, too
 CHIPS = "v5e:2x2"
 SPECS = {"up": PartitionSpec(None, "tensor"), "down": PartitionSpec("tensor", None)}
 
@@ -84,11 +86,13 @@ def count_collectives(figures: Figures, where: str, mesh: Mesh) -> None:
         for one in pipeline.report(pipeline.shard_shapes(weights), batch).collectives or ():
             found[one.task, one.op] += one.count
             if one.op != "all-reduce":
-                found["any task", "other collectives"] += one.count
+                found["any task", "all-gathers" if one.op == "all-gather" else "other collectives"] += one.count
         # the first MLP needs no gradient of its input
         for task, needed in (("F", 2), ("B", 1)):
             name = f"all-reduces in {task} of two MLPs, {schedule}, {where}"
             figures.add(name, found[task, "all-reduce"], needed, at_least=needed)
+        name = f"all-gathers of what was stored split, {schedule}, {where}"
+        figures.add(name, found["any task", "all-gathers"], GATHERS[schedule])
         figures.add(f"other collectives in stages, {schedule}, {where}", found["any task", "other collectives"], 0)
 
 

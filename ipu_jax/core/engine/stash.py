@@ -7,8 +7,9 @@ What a ring keeps of a micro-batch lies together, as a record in each buffer tha
 many micro-batches as the schedule keeps in it. Rings of one kind, dtype and shape share a buffer whose rows are
 micro-batches. So a TPU, which stores arrays in tiles, reads and writes a value where it lies, and a value that is split
 over further mesh axes stays so; there, values of one shape in one ring have a buffer each, since XLA splits a buffer in
-one way. A task reads one kind of ring and writes another, because XLA copies a buffer that one loop both reads and
-writes.
+one way. A value that is whole on each device of an IPU (`_splits.py`) is split when it is stored: each device stores a
+part, and an all-gather makes it whole when it is read. A task reads one kind of ring and writes another, because XLA
+copies a buffer that one loop both reads and writes.
 
 Where all IPUs run the guards of each other's tasks, buffers have a spare micro-batch at the end, which an IPU writes
 when a task is not its own.
@@ -36,6 +37,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from ipu_jax.base.annotations import Value
+from ipu_jax.core.engine._splits import Split, Stored, constrained, stated_splits, stored_further
 from ipu_jax.core.engine.plan import Plan
 from ipu_jax.core.mesh.axes import parts
 from ipu_jax.core.schedules.lifetimes import Lifetimes, Spans
@@ -54,6 +56,7 @@ class Buffer:
         row: the shape of a value without dims of 1, which a TPU may pad to 8 or 128; None: flat.
         platform: where it lies, such as "tpu".
         number: distinguishes buffers for values of one shape that may be split in different ways.
+        stored: how rows are split further where they are stored; None: not at all.
     """
 
     kind: str
@@ -61,6 +64,7 @@ class Buffer:
     row: tuple[int, ...] | None
     platform: str
     number: int = 0
+    stored: Stored | None = None
 
     @classmethod
     def of(cls, kind: str, value: Value, platform: str) -> "Buffer":
@@ -79,7 +83,12 @@ class Buffer:
 
     @property
     def nbytes_of_row(self) -> int:
-        return np.dtype(self.dtype).itemsize * math.prod(self.row or ())
+        return np.dtype(self.dtype).itemsize * math.prod(self._held)
+
+    @property
+    def _held(self) -> tuple[int, ...]:
+        """Return what a device has of a row."""
+        return self.stored.held if self.stored else self.row or ()
 
     def rows_of(self, shape: tuple[int, ...]) -> int:
         """Return how many rows a value of this shape takes."""
@@ -101,20 +110,25 @@ class Buffer:
         """Return the same with the padding to tiles that a TPU adds."""
         if self.row is None or self.platform != "tpu":
             return self.nbytes(rows)
-        shape = self.shape(rows)
+        shape = (self.shape(rows)[0], *self._held)
         return np.dtype(self.dtype).itemsize * _padded([shape[dim] for dim in self._order(shape)])
 
     def write(self, array: Value, at: Value, value: Value) -> Value:
         """Return the array with a value written at row `at`."""
         if self.row is None:
             return lax.dynamic_update_slice(array, value.reshape(-1), (at,), allow_negative_indices=False)
-        return lax.dynamic_update_index_in_dim(array, jnp.squeeze(value), at, 0, allow_negative_indices=False)
+        row = jnp.squeeze(value)
+        if self.stored:  # XLA must not split what computes the row, too
+            row = constrained(constrained(row, self.stored.given), self.stored.split)
+        return lax.dynamic_update_index_in_dim(array, row, at, 0, allow_negative_indices=False)
 
     def read(self, array: Value, at: Value, shape: tuple[int, ...]) -> Value:
         """Return the value of this shape at row `at`."""
         if self.row is None:
             return lax.dynamic_slice(array, (at,), (math.prod(shape),), allow_negative_indices=False).reshape(shape)
         row = lax.dynamic_index_in_dim(array, at, keepdims=False, allow_negative_indices=False)
+        if self.stored:
+            row = constrained(constrained(row, self.stored.split), self.stored.given)
         return lax.expand_dims(row, [dim for dim, size in enumerate(shape) if size == 1])
 
     def pinned(self, array: Value) -> Value:
@@ -185,7 +199,7 @@ class Stash:
         depths = {key: {ipu: max(1, of.depth()) for ipu, of in spans.items()} for key, spans, _ in found}
         depth_of = lambda depths: [depths.get(ipu, depths.get(None, 0)) for ipu in range(plan.ipus)]
         self._depths: dict[RingKey, np.ndarray] = {key: np.array(depth_of(depths[key])) for key in depths}
-        buffers = {key: _buffers_of(key[0], values, plan) for key, _, values in found}
+        buffers = _buffers_of({key: values for key, _, values in found}, self._depths, plan)
         rings = [(buffer, self._depths[key]) for key in buffers for buffer in buffers[key]]
         self._is_split = parts(plan.axes) > 1
         if self._is_split:  # in a flat buffer a value loses its sharding over them
@@ -303,13 +317,28 @@ class Stash:
         return [firsts[ring.buffer.name] + offset for ring, offset in offsets]
 
 
-def _buffers_of(kind: str, values: Sequence[Value], plan: Plan) -> list[Buffer]:
-    """Return the buffer of each value that a ring keeps, as if none were flat."""
-    buffers = [Buffer.of(kind, value, plan.platform) for value in values]
+def _buffers_of(
+    values: Mapping[RingKey, Sequence[Value]], depths: Mapping[RingKey, np.ndarray], plan: Plan
+) -> dict[RingKey, list[Buffer]]:
+    """Return the buffer of each value that each ring keeps, as if none were flat."""
+    found = {key: [Buffer.of(key[0], value, plan.platform) for value in values[key]] for key in values}
     if parts(plan.axes) == 1:
-        return buffers
-    # like values of unlike stages have the same number, and share a buffer
-    return [dataclasses.replace(buffer, number=buffers[:k].count(buffer)) for k, buffer in enumerate(buffers)]
+        return found
+    splits, said, rows = stated_splits(plan), dict[Buffer, set[Split | None]](), dict[Buffer, Value]()
+    for key, buffers in found.items():
+        # like values of unlike stages have the same number, and share a buffer: first those whose splits are known
+        order = sorted(range(len(buffers)), key=lambda k, key=key: splits[key][k] is None)
+        numbers = {k: [buffers[j] for j in order[:n]].count(buffers[k]) for n, k in enumerate(order)}
+        found[key] = [dataclasses.replace(buffer, number=numbers[k]) for k, buffer in enumerate(buffers)]
+        for buffer, split, value in zip(found[key], splits[key], values[key], strict=True):
+            of_row = split and tuple(names for names, size in zip(split, value.shape, strict=True) if size != 1)
+            said.setdefault(buffer, set()).add(of_row)
+            rows[buffer] = rows.get(buffer, 0) + depths[key]
+    stored = {
+        buffer: stored_further(splits, buffer.shape(rows[buffer].max()), plan.axes, copies=plan.platform != "cpu")
+        for buffer, splits in said.items()
+    }
+    return {key: [dataclasses.replace(buffer, stored=stored[buffer]) for buffer in found[key]] for key in found}
 
 
 def _of_ipu(numbers: np.ndarray, holders: np.ndarray, ipu: Value) -> Value:
