@@ -20,8 +20,8 @@ class Prices:
 
 ON_CPU: Final = Prices(64)
 _ON_CHIP: Final = Prices(256)  # while a v5e moves a byte it does 240 FLOPs, an H100 295; a kept byte moves twice
-# If nothing else reads a softmax's max, XLA for TPU computes max, exp and sum in one pass. That pays if scores and exp
-# fit into VMEM together, 128 MiB. Compiled for v5e and v6e; for v5p it takes more cycles from 25 MB of scores on.
+# If nothing else reads a softmax's max, XLA for TPU computes max, exp and sum in one pass. That pays if the scores take
+# less than half of the VMEM of 128 MiB. Compiled for v5e and v6e; on a v5p it takes more cycles from 25 MB on.
 _ON_LITE_TPU: Final = dataclasses.replace(_ON_CHIP, free_max=2**26)
 
 
