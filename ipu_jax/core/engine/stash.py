@@ -43,7 +43,7 @@ from ipu_jax.core.mesh.axes import parts
 from ipu_jax.core.schedules.lifetimes import Lifetimes, Spans
 
 RingKey = tuple[Literal["stash", "weight", "x", "dy"], int]
-SPARE = 0.03  # of the bytes of flat buffers
+SPARE = 0.10  # of the bytes of flat buffers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ipu_jax.core.analysis.stage_costs import TracedStages, transfer_time
 from ipu_jax.core.engine.plan import Plan, make_plan, trace_programs
 from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.programs.cost import bytes_of, in_units
+from ipu_jax.core.programs.prices import Prices
 from ipu_jax.core.programs.segment import segments_of
 from ipu_jax.core.schedules import FoundSchedule, Schedule, StageCosts, canonical_name, find_schedule, make_schedule
 from ipu_jax.core.stage import Role, Stage
@@ -28,14 +29,16 @@ class StepShapes:
     Args:
         args: the arguments of one replica, leaves of the batch are (M, ...): arrays, tracers or `jax.ShapeDtypeStruct`.
         params: the layout of the weights, in which frozen leaves get no gradient.
-        platform: of the IPUs.
+        platform, prices: of the IPUs.
         uniform: whether guards are uniform, as in `Plan`.
         exact: as in `Segment`.
     """
 
-    def __init__(self, args: StepArgs, params: PackedLayout, platform: str, *, uniform: bool, exact: bool):
+    def __init__(
+        self, args: StepArgs, params: PackedLayout, platform: str, prices: Prices, *, uniform: bool, exact: bool
+    ):
         self.params, self.state, self.batch = params, args.state.layout, args.batch
-        self.platform, self._uniform, self._exact = platform, uniform, exact
+        self.platform, self._prices, self._uniform, self._exact = platform, prices, uniform, exact
         self._microbatch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), args.batch)
         self._key = None if args.key is None else jax.ShapeDtypeStruct(args.key.shape, args.key.dtype)
 
@@ -47,7 +50,7 @@ class StepShapes:
         self, stages: tuple[Stage, ...], schedule: Schedule, *, role: Role = "training", backward: bool = True
     ) -> Plan:
         """Return the plan of the step under a schedule."""
-        segments = segments_of(stages, schedule, role, backward=backward, exact=self._exact)
+        segments = segments_of(stages, schedule, role, prices=self._prices, backward=backward, exact=self._exact)
         return make_plan(
             segments,
             schedule,
@@ -70,7 +73,7 @@ class StepShapes:
         any_schedule = make_schedule(
             "sequential", gradient_accumulation=self.micro_batches, ipus=self.params.ipus, placement=placement
         )
-        segments = segments_of(stages, any_schedule, exact=self._exact)
+        segments = segments_of(stages, any_schedule, prices=self._prices, exact=self._exact)
         split = [segment.place is not None for segment in segments]
         programs = trace_programs(segments, split, self.params, self.state, self._microbatch, self._key)
         return TracedStages(segments, programs, self.params.ipus, self.platform)

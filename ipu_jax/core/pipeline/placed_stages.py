@@ -27,6 +27,7 @@ from ipu_jax.core.mesh.instances import shapes_by
 from ipu_jax.core.options import PipelineOptions, Reduction
 from ipu_jax.core.pipeline._schedule_choice import ScheduleChoice, StepShapes
 from ipu_jax.core.pipeline.arguments import check_batch, check_key, check_prediction_batch
+from ipu_jax.core.programs.prices import Prices, prices_on
 from ipu_jax.core.schedules import FoundSchedule, Schedule, StageCosts
 from ipu_jax.core.stage import Role, Stage
 from ipu_jax.core.step_args import StepArgs, given_dims, without_dims
@@ -96,6 +97,11 @@ class PlacedStages:
     def platform(self) -> str:
         """Return the platform of the IPUs, such as "cpu" or "tpu"."""
         return self.mesh.devices.flat[0].platform
+
+    @property
+    def prices(self) -> Prices:
+        """Return what the IPUs pay for values that B computes again."""
+        return prices_on(self.platform, self.mesh.devices.flat[0].device_kind)
 
     def check(self, given: StepArgs, role: Role = "training") -> None:
         """Raise the `ValueError` that `value_and_grad`, `loss` or `predict` raises for these arguments."""
@@ -253,7 +259,7 @@ class PlacedStages:
 
     def _shapes(self, args: StepArgs) -> StepShapes:
         layout = self.weights.as_trained(args.params.layout)
-        return StepShapes(args, layout, self.platform, uniform=self.uniform, exact=self.exact)
+        return StepShapes(args, layout, self.platform, self.prices, uniform=self.uniform, exact=self.exact)
 
     def loss_with_aux(self, loss: Value, aux: dict[str, Tree]) -> Tree:
         """Return the loss, or the loss and the aux of the stages, as `value_and_grad` returns them."""

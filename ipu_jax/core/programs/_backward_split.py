@@ -22,13 +22,14 @@ from jax.extend import core
 from ipu_jax.base import jaxprs
 from ipu_jax.base.annotations import Eqn, Jaxpr, Value, Var
 from ipu_jax.core.programs._keeping import MOVES, bytes_of, cheapest_to_keep
+from ipu_jax.core.programs.prices import Prices
 
 # B computes the body of a checkpoint again, and W reads its values from the weight residuals
 _INLINED = (*jaxprs.CHECKPOINTS, *jaxprs.JITS)
 
 
 def split_backward(
-    traced: Jaxpr, num_dx: int, reusable: int, num_dy: int
+    traced: Jaxpr, num_dx: int, reusable: int, num_dy: int, prices: Prices
 ) -> tuple[Jaxpr, Jaxpr, list[jax.ShapeDtypeStruct]]:
     """Return B, W and the shapes of the weight residuals.
 
@@ -36,18 +37,21 @@ def split_backward(
         traced: the whole backward, a closed jaxpr of inputs (..., dy) and outputs (dx, dparams).
         num_dx, num_dy: how many outputs are dx, and how many inputs are dy.
         reusable: how many leading inputs both can read. Values that depend on these alone are computed in both.
+        prices: on the chip that runs them.
 
     Returns:
         B, a closed jaxpr from the same inputs to (dx, weight residuals); W, a closed jaxpr from the inputs without dy
         and the weight residuals to dparams; and the shapes of the weight residuals.
     """
-    traced = _with_split_scans(traced, num_dx, num_dy)
+    traced = _with_split_scans(traced, num_dx, num_dy, prices)
     jaxpr = traced.jaxpr
     before_dy = len(jaxpr.invars) - num_dy
     varying = jaxprs.depending(jaxpr.eqns, jaxpr.invars[reusable:])
     eqns_of_b = jaxprs.needed(jaxpr.eqns, _results_of_b(jaxpr, num_dx, num_dy))
     shared = {id(eqn) for eqn in eqns_of_b if varying.intersection(eqn.outvars)}
-    weight_residuals, eqns_of_w = _cheapest(jaxpr.eqns, shared, jaxpr.outvars[num_dx:], jaxpr.invars[before_dy:])
+    weight_residuals, eqns_of_w = _cheapest(
+        jaxpr.eqns, shared, jaxpr.outvars[num_dx:], jaxpr.invars[before_dy:], prices
+    )
     outputs = [*jaxpr.outvars[:num_dx], *weight_residuals]
     b = jaxprs.part_of(traced, jaxpr.invars, jaxprs.needed(eqns_of_b, outputs), outputs)
     w = jaxprs.part_of(traced, [*jaxpr.invars[:before_dy], *weight_residuals], eqns_of_w, jaxpr.outvars[num_dx:])
@@ -55,7 +59,7 @@ def split_backward(
 
 
 def _cheapest(
-    eqns: Sequence[Eqn], of_b: set[int], outvars: Sequence[Var], inputs_of_b: Sequence[Var]
+    eqns: Sequence[Eqn], of_b: set[int], outvars: Sequence[Var], inputs_of_b: Sequence[Var], prices: Prices
 ) -> tuple[list[Var], list[Eqn]]:
     """Return the weight residuals, and W's equations, some of which B runs, too.
 
@@ -64,12 +68,13 @@ def _cheapest(
         of_b: the ids of the equations that B runs.
         outvars: the outputs of W.
         inputs_of_b: inputs that B has and W lacks.
+        prices: as for `split_backward`.
     """
     eqns_of_b = [eqn for eqn in eqns if id(eqn) in of_b]
     own = jaxprs.needed([eqn for eqn in eqns if id(eqn) not in of_b], list(outvars))
     available = {var for eqn in eqns_of_b for var in eqn.outvars} | set(inputs_of_b)
     wanted = [v for v in dict.fromkeys(jaxprs.read_by(own, outvars)) if v in available]
-    _, kept = cheapest_to_keep(eqns_of_b, {var: bytes_of(var) for var in inputs_of_b}, wanted)
+    _, kept = cheapest_to_keep(eqns_of_b, {var: bytes_of(var) for var in inputs_of_b}, wanted, prices)
     in_order = [v for v in [*inputs_of_b, *(v for eqn in eqns_of_b for v in eqn.outvars)] if v in kept]
     return in_order, jaxprs.needed([eqn for eqn in eqns if not kept.intersection(eqn.outvars)], list(outvars))
 
@@ -95,7 +100,7 @@ def _results_of_b(jaxpr: Jaxpr, num_dx: int, num_dy: int) -> list[Var]:
     return list(found)
 
 
-def _with_split_scans(closed: Jaxpr, num_dx: int, num_dy: int) -> Jaxpr:
+def _with_split_scans(closed: Jaxpr, num_dx: int, num_dy: int, prices: Prices) -> Jaxpr:
     """Return the program with two scans in place of each scan that computes values for B's results and other values.
 
     In a first stage, where B leads from dy to the weights' gradients, a scan over layers is split even if nothing reads
@@ -112,7 +117,7 @@ def _with_split_scans(closed: Jaxpr, num_dx: int, num_dy: int) -> Jaxpr:
         if not num_dx and not all(first):
             carried = _handed_on(eqn.params)
             first = [is_read or k in carried for k, is_read in enumerate(first)]
-        return _two_scans(eqn.params, inputs, first) if len({*first}) == 2 else None
+        return _two_scans(eqn.params, inputs, first, prices) if len({*first}) == 2 else None
 
     if not any(eqn.primitive.name == "scan" for eqn in closed.jaxpr.eqns):
         return closed
@@ -130,7 +135,7 @@ def _handed_on(params: dict[str, Any]) -> set[int]:
     return found
 
 
-def _two_scans(params: dict[str, Any], inputs: list[Value], first: list[bool]) -> list[Value]:
+def _two_scans(params: dict[str, Any], inputs: list[Value], first: list[bool], prices: Prices) -> list[Value]:
     """Return a scan's outputs, computed by two scans: the first computes the marked outputs, the second the others."""
     body = jaxprs.laid_open(params["jaxpr"], _INLINED)
     jaxpr = body.jaxpr
@@ -149,7 +154,7 @@ def _two_scans(params: dict[str, Any], inputs: list[Value], first: list[bool]) -
         first = more
     ids = {id(eqn) for eqn in of_first}
     rest = pick(jaxpr.outvars, False)
-    weight_residuals, of_rest = _cheapest(jaxpr.eqns, ids, rest, pick(carry_vars, True))
+    weight_residuals, of_rest = _cheapest(jaxpr.eqns, ids, rest, pick(carry_vars, True), prices)
     one = jaxprs.part_of(
         body, [*const_vars, *pick(carry_vars, True), *x_vars], of_first, [*pick(jaxpr.outvars, True), *weight_residuals]
     )

@@ -15,11 +15,9 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from ipu_jax.base.annotations import Eqn, Var
 from ipu_jax.base.jaxprs import variables
+from ipu_jax.core.programs.prices import Prices
 
-# Operations that take as long as moving one byte out and back. The number is higher for batched products: their result
-# may grow with the square of the sequence length, as in attention, and then memory matters more than time.
-_FLOPS_PER_BYTE = 16
-_FLOPS_PER_BYTE_OF_BATCHED_PRODUCTS = 64
+_FLOPS_PER_BYTE = 16  # operations that take as long as moving one byte out and back
 _FLOPS_OF_FUNCTIONS = 16  # per element
 
 MOVES = """
@@ -39,18 +37,21 @@ _MOST = 2**30  # scipy's capacities are int32
 _ONCE, _LATER = "once", "later"
 
 
-def cheapest_to_keep(eqns: Sequence[Eqn], inputs: Mapping[Var, float], wanted: Iterable[Var]) -> tuple[float, set[Var]]:
+def cheapest_to_keep(
+    eqns: Sequence[Eqn], inputs: Mapping[Var, float], wanted: Iterable[Var], prices: Prices
+) -> tuple[float, set[Var]]:
     """Return the least cost of the values that a later program wants, and the variables to keep for it.
 
     Args:
         eqns: the equations of the program that computes everything once.
         inputs: per input of the program, the cost of keeping it; other inputs and constants cost nothing.
         wanted: the variables that the later program wants.
+        prices: on the chip that runs the programs.
     """
     edges: list[tuple[Var, Var, float]] = [(_ONCE, var, cost) for var, cost in inputs.items()]
     edges += [(var, _LATER, math.inf) for var in wanted]
     for number, eqn in enumerate(eqns):
-        edges.append((_ONCE, number, work(eqn)))
+        edges.append((_ONCE, number, work(eqn, prices)))
         edges += [(var, number, math.inf) for var in dict.fromkeys(variables(eqn.invars))]
         edges += [(number, var, float(bytes_of(var))) for var in eqn.outvars]
     found = least_cut(edges, _ONCE, _LATER)
@@ -100,7 +101,7 @@ def bytes_of(var: Var) -> int:
     return 0 if isinstance(var, core.Literal) else max(1, math.prod(var.aval.shape) * var.aval.dtype.itemsize)
 
 
-def work(eqn: Eqn) -> float:
+def work(eqn: Eqn, prices: Prices) -> float:
     """Return the cost of computing an equation again, in bytes kept.
 
     The cost is infinite for products with weights, which are not batched, and for operations that are not listed above.
@@ -110,8 +111,8 @@ def work(eqn: Eqn) -> float:
     if name == "dot_general" and eqn.params["dimension_numbers"][1][0]:
         contracted = eqn.params["dimension_numbers"][0][0]
         flops = 2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
-        return flops / _FLOPS_PER_BYTE_OF_BATCHED_PRODUCTS
-    if name in MOVES:
+        return flops / prices.batched
+    if name in MOVES or (name == "reduce_max" and bytes_of(eqn.invars[0]) < prices.free_max):
         return 0.0
     if name in _SIMPLE:
         return elements / _FLOPS_PER_BYTE

@@ -27,6 +27,7 @@ from ipu_jax.base.annotations import Eqn, Function, Jaxpr, Tree, Value, Var
 from ipu_jax.core.mesh.axes import axes_of
 from ipu_jax.core.programs._keeping import bytes_of, cheapest_to_keep
 from ipu_jax.core.programs._linear_part import Pull, linearized
+from ipu_jax.core.programs.prices import Prices
 
 
 class ValueOrigin(enum.Enum):
@@ -37,14 +38,14 @@ class ValueOrigin(enum.Enum):
     COMPUTED = enum.auto()
 
 
-def recomputing(fn: Function, origins: Sequence[ValueOrigin], *, keeps_all: bool = False) -> Function:
+def recomputing(fn: Function, origins: Sequence[ValueOrigin], prices: Prices | None) -> Function:
     """Return `fn` with a derivative that reads few values of F and computes the others again.
 
     Args:
         fn: a function of pytrees. Results that are not arrays are returned as they are.
         origins: per positional argument, where its leaves come from. The keyword argument "key" is GIVEN, "shared" is
             WEIGHTS, and all others are COMPUTED.
-        keeps_all: whether the derivative reads all values of F, and computes none again.
+        prices: on the chip that runs it; None: the derivative reads all values, and computes none again.
     """
 
     of_keywords = {"key": ValueOrigin.GIVEN, "shared": ValueOrigin.WEIGHTS}
@@ -62,13 +63,13 @@ def recomputing(fn: Function, origins: Sequence[ValueOrigin], *, keeps_all: bool
             return [leaf for leaf in jax.tree.leaves(results[0]) if isinstance(leaf, jax.Array)]
 
         closed = jax.make_jaxpr(flat_fn)(*flat)
-        arrays = iter(_run(closed, flat, leaf_origins, keeps_all))
+        arrays = iter(_run(closed, flat, leaf_origins, prices))
         return jax.tree.map(lambda leaf: next(arrays) if isinstance(leaf, jax.Array) else leaf, results[0])
 
     return run
 
 
-def _run(closed: Jaxpr, args: Sequence[Value], origins: Sequence[ValueOrigin], keeps_all: bool) -> list[Value]:
+def _run(closed: Jaxpr, args: Sequence[Value], origins: Sequence[ValueOrigin], prices: Prices | None) -> list[Value]:
     """Evaluate a closed jaxpr, part by part."""
     closed = jaxprs.laid_open(closed)
     jaxpr = closed.jaxpr
@@ -85,13 +86,13 @@ def _run(closed: Jaxpr, args: Sequence[Value], origins: Sequence[ValueOrigin], k
             (eqn,) = part
             values = [jaxprs.value_of(v, env) for v in eqn.invars]
             is_scan = eqn.primitive.name == "scan"
-            outputs = _scan(eqn, values, known, keeps_all) if is_scan else jaxprs.bound(eqn, values)
+            outputs = _scan(eqn, values, known, prices) if is_scan else jaxprs.bound(eqn, values)
             stacked.update(eqn.outvars[jaxprs.scan_parts(eqn.params)[1] :] if is_scan else ())
         else:
             read = {v for later in parts[k + 1 :] for v in jaxprs.read_by(later)}
             made = [v for v in made if v in read or v in jaxpr.outvars]
             origins_of_part, of_scan = [known[v] for v in inputs], [v in stacked for v in inputs]
-            outputs = _Part(part, inputs, made, origins_of_part, of_scan, keeps_all).run(env)
+            outputs = _Part(part, inputs, made, origins_of_part, of_scan, prices).run(env)
         env.update(zip(made, outputs, strict=True))
         known |= dict.fromkeys(made, ValueOrigin.WEIGHTS if from_weights else ValueOrigin.COMPUTED)
     return [jaxprs.value_of(v, env) for v in jaxpr.outvars]
@@ -116,7 +117,7 @@ def _is_divider(eqn: Eqn) -> bool:
     return has_body or bool(eqn.effects) or bool(axes_of(eqn))
 
 
-def _scan(eqn: Eqn, inputs: list[Value], known: dict[Var, ValueOrigin], keeps_all: bool) -> list[Value]:
+def _scan(eqn: Eqn, inputs: list[Value], known: dict[Var, ValueOrigin], prices: Prices | None) -> list[Value]:
     """Run a scan, with a derivative of its body that computes cheap values again."""
     params, body = eqn.params, eqn.params["jaxpr"]
     of_inputs = [ValueOrigin.WEIGHTS if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
@@ -125,7 +126,7 @@ def _scan(eqn: Eqn, inputs: list[Value], known: dict[Var, ValueOrigin], keeps_al
     consts, init, xs = jaxprs.in_scan_parts(params, inputs)
 
     def step(carry: Value, x: Value) -> Value:
-        outputs = _run(body, [*consts, *carry, *x], of_body, keeps_all)
+        outputs = _run(body, [*consts, *carry, *x], of_body, prices)
         return outputs[: len(init)], outputs[len(init) :]
 
     how = {"length": params["length"], "reverse": params["reverse"], "unroll": params["unroll"]}
@@ -143,6 +144,7 @@ class _Part:
         origins: the origins of the inputs.
         stacked: per input, whether it is a scan's stacked result. It gets zeros where others get no gradient: jax 0.10
             hands a missing one on to the scan's body, with the shape of all iterations.
+        prices: as for `recomputing`.
     """
 
     eqns: list[Eqn]
@@ -150,7 +152,7 @@ class _Part:
     outputs: list[Var]
     origins: list[ValueOrigin]
     stacked: list[bool]
-    keeps_all: bool
+    prices: Prices | None
 
     def __call__(self, *args: Value) -> list[Value]:
         env = dict(zip(self.inputs, args, strict=True))
@@ -193,9 +195,11 @@ class _Part:
             for var, origin in zip(jaxpr.invars, self.origins, strict=True)
         }
         wanted = set(jaxprs.variables(residuals)) - set(jaxpr.constvars)
-        cost, chosen = cheapest_to_keep(jaxpr.eqns, costs, wanted)
-        if self.keeps_all or cost > 0.95 * sum(costs.get(var, bytes_of(var)) for var in wanted):
-            chosen = wanted
+        chosen = wanted
+        if self.prices is not None:
+            cost, cheapest = cheapest_to_keep(jaxpr.eqns, costs, wanted, self.prices)
+            if cost <= 0.95 * sum(costs.get(var, bytes_of(var)) for var in wanted):
+                chosen = cheapest
         kept = [v for eqn in jaxpr.eqns for v in eqn.outvars if v in chosen]
         again = jaxprs.needed([eqn for eqn in jaxpr.eqns if not chosen.intersection(eqn.outvars)], residuals)
         used = set(jaxprs.read_by(again, residuals))

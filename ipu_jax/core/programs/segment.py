@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
+from ipu_jax.core.programs.prices import ON_CPU, Prices
 from ipu_jax.core.programs.recompute import ValueOrigin, recomputing
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.core.stage import Outputs, Role, Stage, naming
@@ -72,6 +73,7 @@ class Segment:
         stashes: whether F and B are separate tasks, so that the values of F that B reads are stashed.
         backward: whether there is a B; otherwise nothing is kept or computed again for it.
         exact: whether all ways to run the stages add cotangents and gradients in one order.
+        prices: decide which values B computes again.
     """
 
     stages: tuple[Stage, ...]
@@ -81,6 +83,7 @@ class Segment:
     stashes: bool = True
     backward: bool = True
     exact: bool = False
+    prices: Prices = ON_CPU
 
     @property
     def place(self) -> int | None:
@@ -110,7 +113,7 @@ class Segment:
         is_auto = stage.recompute == "auto" and self.stashes
         if is_auto or self.exact:  # each part of a stage adds up cotangents apart, whatever it keeps
             origins = (ValueOrigin.WEIGHTS, ValueOrigin.COMPUTED, ValueOrigin.GIVEN)
-            fn = recomputing(fn, origins, keeps_all=not is_auto)
+            fn = recomputing(fn, origins, self.prices if is_auto else None)
         return stage.checkpointed(fn)
 
     def _changes_state(self, stage: Stage, out: Outputs) -> bool:
@@ -234,6 +237,7 @@ def segments_of(
     schedule: Schedule,
     role: Role = "training",
     *,
+    prices: Prices,
     backward: bool = True,
     exact: bool = False,
 ) -> tuple[Segment, ...]:
@@ -246,7 +250,7 @@ def segments_of(
             found[-1] = dataclasses.replace(joined, stages=(*joined.stages, stage), onward=(*joined.onward, onward))
         else:
             stashes = schedule.phase(number, "F") != "head"  # there, B follows F in the same task
-            found.append(Segment((stage,), number, (onward,), role, stashes, backward, exact))
+            found.append(Segment((stage,), number, (onward,), role, stashes, backward, exact, prices))
     return tuple(found)
 
 

@@ -30,6 +30,7 @@ from ipu_jax.core.programs._keeping import bytes_of, cheapest_to_keep
 from ipu_jax.core.programs._likeness import Signature, signature_of
 from ipu_jax.core.programs._segment_checks import check_results, differing_outputs
 from ipu_jax.core.programs.gradient_sums import Sum, add_gradients
+from ipu_jax.core.programs.prices import Prices
 from ipu_jax.core.programs.segment import Message, MicrobatchInputs, Segment, SegmentResults, call_segment
 from ipu_jax.core.programs.variance import needs_sums_only
 from ipu_jax.core.stage import naming
@@ -240,7 +241,7 @@ def trace_segment(
     stash_types = tuple(map(shape_of, f.out_avals[count:]))
     jaxprs, weight_residuals = {"F": f, "B": backward.jaxpr}, list[jax.ShapeDtypeStruct]()
     if split:
-        halves = split_backward(backward.jaxpr, backward.num_dx, backward.num_given, backward.num_dy)
+        halves = split_backward(backward.jaxpr, backward.num_dx, backward.num_given, backward.num_dy, segment.prices)
         jaxprs["B"], jaxprs["W"], weight_residuals = halves
     return SegmentProgram(
         results=results,
@@ -284,7 +285,8 @@ def trace_forward(segment: Segment, args: Tree, shards: Tree, trained: Sequence[
     if segment.backward:
         invars, outvars = traced.jaxpr.invars, traced.jaxpr.outvars
         reusable = [*invars[:num_params], *invars[num_params + num_x : num_params + num_x + num_inputs]]
-        residuals = choose_residuals(traced, outvars[count:], reusable, num_params, recompute=segment.recomputes)
+        prices = segment.prices if segment.recomputes else None
+        residuals = choose_residuals(traced, outvars[count:], reusable, num_params, prices)
         traced = with_outputs(traced, [*outvars[:count], *residuals.stashed])
     may_differ = [*jax.tree.leaves(shards[0]), *[False] * (num_x + num_inputs), *jax.tree.leaves(shards[1])]
     differs = differing_outputs(segment, traced.jaxpr, may_differ, num_params)
@@ -321,7 +323,7 @@ def trace_backward(
 
 
 def choose_residuals(
-    traced: Jaxpr, outvars: Sequence[Var], readable: Sequence[Var], weights: int, *, recompute: bool
+    traced: Jaxpr, outvars: Sequence[Var], readable: Sequence[Var], weights: int, prices: Prices | None
 ) -> Residuals:
     """Choose the values to stash for these residuals.
 
@@ -330,14 +332,14 @@ def choose_residuals(
         outvars: the residuals.
         readable: the inputs of F that B has: weights, micro-batch and keys.
         weights: how many leading inputs are weights. Values that follow from weights alone are never stashed.
-        recompute: whether B computes a residual again where that is cheaper than stashing it. Each part of a stage has
-            made this choice already, but a residual of one part may follow from a residual of another.
+        prices: decide which residuals B computes again instead of reading the stash; None: none. Each part of a stage
+            has made this choice already, but a residual of one part may follow from a residual of another.
     """
     jaxpr = traced.jaxpr
     places = {var: i for i, var in enumerate(readable)}
     varying = depending(jaxpr.eqns, jaxpr.invars[weights:])  # on x, inputs or state
     wanted = [v for v in dict.fromkeys(variables(outvars)) if v in varying and v not in places]
-    stashed = _cheapest(jaxpr, wanted, varying, places) if recompute else wanted
+    stashed = wanted if prices is None else _cheapest(jaxpr, wanted, varying, places, prices)
     slots = {var: k for k, var in enumerate(stashed)}
     sources: list[Source] = []
     derived: list[Var] = []
@@ -351,10 +353,10 @@ def choose_residuals(
     return Residuals(tuple(sources), stashed, part_of(traced, [*readable, *stashed], again, derived))
 
 
-def _cheapest(jaxpr: Jaxpr, wanted: list[Var], varying: set[Var], readable: Any) -> list[Var]:
+def _cheapest(jaxpr: Jaxpr, wanted: list[Var], varying: set[Var], readable: Any, prices: Prices) -> list[Var]:
     eqns = [eqn for eqn in jaxpr.eqns if varying.intersection(eqn.outvars)]
     costs = {var: float(bytes_of(var)) for var in jaxpr.invars if var in varying and var not in readable}
-    cost, kept = cheapest_to_keep(eqns, costs, wanted)
+    cost, kept = cheapest_to_keep(eqns, costs, wanted, prices)
     if cost > 0.95 * sum(map(bytes_of, wanted)):
         return wanted
     return [v for v in [*jaxpr.invars, *(v for eqn in eqns for v in eqn.outvars)] if v in kept]

@@ -159,7 +159,7 @@ class _OnOneDevice:
         schedule = pipeline.placement.scheduled(given).schedule
         assert schedule is not None, "it is chosen for the arguments"
         self.schedule = schedule
-        self.segments = segments_of(pipeline.stages, schedule, exact=True)
+        self.segments = segments_of(pipeline.stages, schedule, prices=pipeline.placement.prices, exact=True)
         self.layout = pipeline.placement.weights.as_trained(given.params.layout)
         self.has_state = given.state is not None
         self.state_layout = given.state.layout if self.has_state else PackedLayout()

@@ -77,18 +77,18 @@ def test_shapes_of_buffers_by_hand(widths, schedule, platform, shapes):
     assert shapes_of(widths, schedule, 4, platform=platform) == shapes
 
 
-@pytest.mark.fast("20-False")
-@pytest.mark.parametrize(("width", "spare"), [(40, True), (20, False)])
-def test_on_a_tpu_buffers_may_take_3_percent_more(width, spare):
+@pytest.mark.fast("5-False")
+@pytest.mark.parametrize(("width", "spare"), [(10, True), (5, False)])
+def test_on_a_tpu_buffers_may_take_10_percent_more(width, spare):
     # IPU 0 keeps 3 micro-batches of `width` tiles, IPU 1 one of them and one or two of one tile (as jax decides), for
-    # which a buffer has two rows: 2 / 120 more, or 2 / 60
+    # which a buffer has two rows: 2 / 30 more, or 2 / 15
     found = shapes_of([[128 * width], [128]], "grouped", 4, rows=8, platform="tpu")
     shaped = {f"stash:float32:8x{128 * width}": (3, 8, 128 * width), "stash:float32:8x128": (2, 8, 128)}
     if spare:
         assert found == shaped
     else:
         assert "stash:float32:flat" in found
-        assert sum(map(math.prod, found.values())) <= 1.03 * math.prod(shaped[f"stash:float32:8x{128 * width}"])
+        assert sum(map(math.prod, found.values())) <= 1.1 * math.prod(shaped[f"stash:float32:8x{128 * width}"])
 
 
 def unlike(x: Any, weights: Any) -> Any:

@@ -10,6 +10,7 @@ import pytest
 
 from ipu_jax.base.jaxprs import JITS, laid_open
 from ipu_jax.core.programs._keeping import bytes_of, cheapest_to_keep, least_cut, work
+from ipu_jax.core.programs.prices import ON_CPU, Prices, prices_on
 
 ROWS, D = 64, 32
 
@@ -44,18 +45,19 @@ def test_capacities_far_above_those_of_the_solver():
     assert least_cut(edges, "s", "t") == (2 * terabyte, {"s", "a"})
 
 
-def kept_of(fn, *shapes, costs):
+def kept_of(fn, *shapes, costs, prices=ON_CPU):
     """Return the names of primitives whose results are kept, or "input", for a program that wants fn's results."""
     closed = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
     jaxpr = closed.jaxpr
     price = {v: bytes_of(v) if dear else 0 for v, dear in zip(jaxpr.invars, costs, strict=True)}
-    cost, kept = cheapest_to_keep(jaxpr.eqns, price, jaxpr.outvars)
+    cost, kept = cheapest_to_keep(jaxpr.eqns, price, jaxpr.outvars, prices)
     made_by = {v: eqn.primitive.name for eqn in jaxpr.eqns for v in eqn.outvars}
     return cost, sorted(made_by.get(v, "input") for v in kept)
 
 
 BATCHED = lambda q, k: jnp.einsum("btk,bsk->bts", q, k)
-BY_HAND = {  # the function, its shapes, which inputs are dear, and what is kept
+EXP_OF_SCORES = lambda x: jnp.exp(x - x.max(-1, keepdims=True))
+BY_HAND = {  # the function, its shapes, which inputs are dear, and what is kept on a CPU
     "what follows from free inputs": (lambda x: jnp.tanh(x) * 2, [(ROWS, D)], [False], []),
     # 64 operations take as long as a byte, so a float32 is worth up to 128 products and sums
     "a cheap batched product": (BATCHED, [(1, 64, 32)] * 2, [False] * 2, []),
@@ -67,6 +69,30 @@ BY_HAND = {  # the function, its shapes, which inputs are dear, and what is kept
 @pytest.mark.parametrize(("fn", "shapes", "costs", "kept"), BY_HAND.values(), ids=BY_HAND)
 def test_what_is_kept_by_hand(fn, shapes, costs, kept):
     assert kept_of(fn, *shapes, costs=costs)[1] == kept
+
+
+ON_V5E = prices_on("tpu", "TPU v5 lite")
+CHIPS = [ON_V5E, prices_on("tpu", "TPU v5"), prices_on("gpu", "NVIDIA H100 80GB HBM3")]
+
+
+@pytest.mark.parametrize("prices", CHIPS, ids=["v5e", "v5p", "h100"])
+def test_on_chips_256_operations_of_a_batched_product_take_as_long_as_a_byte(prices):
+    for features, kept in ((256, []), (1024, ["dot_general"])):
+        assert kept_of(BATCHED, *[(1, 64, features)] * 2, costs=[False] * 2, prices=prices)[1] == kept
+
+
+@pytest.mark.parametrize(
+    ("prices", "kept"),
+    [
+        # the max of 128 numbers takes 8 bytes' time, and 4 bytes
+        *[(prices, ["reduce_max"]) for prices in (ON_CPU, *CHIPS[1:])],
+        (ON_V5E, []),
+        (Prices(256, free_max=4 * ROWS * 128), ["reduce_max"]),
+    ],
+    ids=["cpu", "v5p", "h100", "v5e", "too large"],
+)
+def test_a_max_is_not_kept_where_scores_and_exp_fit_into_fast_memory(prices, kept):
+    assert kept_of(EXP_OF_SCORES, (ROWS, 128), costs=[False], prices=prices)[1] == kept
 
 
 def test_a_product_with_weights_is_kept_and_what_follows_from_it_is_not():
@@ -112,7 +138,6 @@ def test_the_derivative_of_an_activation_consists_of_known_operations(name):
     """Another version of jax may compute it by an operation of its own, which would be kept without a reason."""
     x = jax.ShapeDtypeStruct(SQUARE, "float32")
     closed = jax.make_jaxpr(lambda x: jax.tree.leaves(jax.vjp(getattr(jax.nn, name), x)[1]))(x)
-    unknown = [
-        e.primitive.name for e in laid_open(closed, (*JITS, "custom_jvp_call")).jaxpr.eqns if work(e) == math.inf
-    ]
+    eqns = laid_open(closed, (*JITS, "custom_jvp_call")).jaxpr.eqns
+    unknown = [eqn.primitive.name for eqn in eqns if work(eqn, ON_CPU) == math.inf]
     assert not unknown

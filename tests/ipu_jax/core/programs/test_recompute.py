@@ -20,6 +20,7 @@ from ipu_jax.core.programs.segment import Message, MicrobatchInputs, Segment
 from ipu_jax.core.programs.segment_program import trace_segment
 from support.counted import primitives_of
 from support.inputs import normal
+from support.platforms import programs_for
 
 BATCH, TOKENS, FEATURES, HEADS, HIDDEN, LAYERS = 2, 48, 24, 3, 72, 4
 X = np.asarray(np.random.default_rng(0).normal(size=(BATCH, TOKENS, FEATURES)), np.float32)
@@ -132,6 +133,23 @@ def test_a_block_keeps_its_products_with_weights_and_the_inputs_of_its_norms():
     assert not any(shape.count(TOKENS) > 1 for shape in stash), "no scores"
     rows = BATCH * TOKENS
     assert sum(int(np.prod(shape)) for shape in stash) == rows * (3 * FEATURES + HIDDEN + 2 * FEATURES)
+
+
+@pytest.mark.parametrize(("platform", "is_kept"), [("cpu", True), ("tpu", False), ("gpu", False)])
+def test_the_exp_of_scores_is_kept_where_products_are_dear(platform, is_kept):
+    """By hand: it costs 2 * 128 / 64 + 1 bytes on a CPU, 2 * 128 / 256 + 1 on a chip; to keep it costs 4."""
+
+    def mixed(w, x, mb):
+        q = mb @ w
+        return jax.nn.softmax(jnp.einsum("btk,bsk->bts", q, q)) @ q
+
+    stages = [Stage(mixed, params="w", ipu=0), Stage(lambda w, x, mb: jnp.mean(x), ipu=1)]
+    with programs_for(platform):
+        pipeline = Pipeline(stages, mesh=make_mesh(1, 2), gradient_accumulation=2)
+        weights = {"w": jax.ShapeDtypeStruct((FEATURES, 128), np.float32)}
+        batch = jax.ShapeDtypeStruct((2, BATCH, TOKENS, FEATURES), np.float32)
+        plan = pipeline.placement.plan(pipeline.shard_shapes(weights), batch)
+    assert ((BATCH, TOKENS, TOKENS) in [value.shape for value in plan.programs[0].stash]) == is_kept
 
 
 @pytest.mark.slow
