@@ -5,6 +5,7 @@ this IPU's micro-batches or -1, and the carry, and returns the carry with the ta
 """
 
 import collections
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
@@ -62,7 +63,9 @@ class Tasks:
 
     def within(self, ticks: range) -> "Tasks":
         """Return the tasks of other ticks."""
-        return Tasks(self.plan, self.args, self.loss_cotangent, ticks)
+        other = copy.copy(self)
+        other.ticks = ticks
+        return other
 
     # inputs of a task
 

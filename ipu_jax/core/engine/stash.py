@@ -314,7 +314,7 @@ class Stash:
         record = lax.rem(microbatch, jnp.int32(place.depth))
         firsts = {name: first + record * rows + zero for name, (first, rows) in place.records.items()}
         offsets = zip(self._rings[key], place.offsets, strict=True)
-        return [firsts[ring.buffer.name] + offset for ring, offset in offsets]
+        return [lax.add(firsts[ring.buffer.name], jnp.int32(offset)) for ring, offset in offsets]
 
 
 def _buffers_of(

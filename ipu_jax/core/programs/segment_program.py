@@ -245,7 +245,7 @@ def trace_segment(
         jaxprs["B"], jaxprs["W"], weight_residuals = halves
     return SegmentProgram(
         results=results,
-        stash=[jax.eval_shape(without_keys, shape) for shape in stash_types],
+        stash=jax.eval_shape(lambda *kept: [*map(without_keys, kept)], *stash_types),
         weight_residuals=weight_residuals,
         jaxprs=jaxprs,
         whole_backward=backward.jaxpr,
