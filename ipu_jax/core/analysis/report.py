@@ -109,7 +109,7 @@ class PipelineReport(Shown):
             one device. What XLA splits by itself is counted whole: batch, stash, working set, FLOPs.
         collectives: what the tasks of each stage send, from the compiled program; None if it was not compiled.
         limit: the bytes that an IPU can hold: `ipu_memory`, or what its device says; None if neither is known.
-        exposed: on chips, the share of a step that these take under the one-phase clock, where nothing hides messages,
+        exposed: on chips, the share of a step that these take under the one-phase clock, where little hides messages,
             by FLOPs and the public figures of links; 0 under the two-phase clock. None on CPUs and without messages.
     """
 
@@ -224,7 +224,7 @@ class PipelineReport(Shown):
             yield "messages: they travel beside tasks, under the two-phase clock"
         elif self.exposed is not None:
             yield (
-                f"messages: {self.exchanges} ticks send, and nothing hides their messages under the one-phase clock: "
+                f"messages: {self.exchanges} ticks send, and little hides their messages under the one-phase clock: "
                 f"{self.exposed:.1%} of the step on paper"
             )
         if self.devices > 1:

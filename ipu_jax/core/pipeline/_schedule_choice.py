@@ -221,7 +221,7 @@ def warn_of_messages(schedule: Schedule, platform: str, *, stacklevel: int) -> N
     if two.bubble < one.bubble - 1e-9:
         ipu = max(range(schedule.ipus), key=two.peak_stash.__getitem__)
         warnings.warn(
-            f"schedule {schedule.name!r} on {platform}: IPUs wait for each other wherever one sends, and nothing hides "
+            f"schedule {schedule.name!r} on {platform}: IPUs wait for each other wherever one sends, and little hides "
             f"the time of a message. If B takes twice as long as F and messages take no time, IPUs are idle for "
             f"{one.bubble:.1%} of a step; under 'grouped', which hides messages, for {two.bubble:.1%}, with "
             f"{two.peak_stash[ipu]} instead of {one.peak_stash[ipu]} micro-batches stashed on IPU {ipu}: use "
