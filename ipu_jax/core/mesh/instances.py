@@ -87,6 +87,8 @@ def on_host(array: Value) -> np.ndarray:
     Raises:
         ValueError: the array is on several instances, but not on a mesh.
     """
+    if array.size == 0:  # jax may say that a part of it is as long as the whole
+        return np.empty(array.shape, array.dtype)
     if not _is_elsewhere(array) or array.is_fully_replicated:
         return np.asarray(array)
     if _is_whole_everywhere(array):

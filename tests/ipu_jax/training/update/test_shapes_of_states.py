@@ -205,3 +205,15 @@ def test_a_batch_that_does_not_fit_is_refused_before_anything_is_lowered(name, m
     for call, batch in itertools.product(calls, (wrong, shapes_of(wrong))):
         with refused("batch has shape (2, 3, 6, 3)", "(replicas, gradient_accumulation, ...) = (2, 2, ...)"):
             call(batch)
+
+
+def test_leaves_without_elements_are_read_back():
+    """Jax may hand out parts of them that are as long as the whole."""
+    stages = [
+        Stage(lambda p, x, mb: mb, ipu=0),
+        Stage(lambda p, x, mb: jnp.mean(x**2) + p["none"].sum(), params="b", ipu=1),
+    ]
+    pipeline = Pipeline(stages, mesh=make_mesh(2, 2), gradient_accumulation=2)
+    step = make_train_step(pipeline, optax.adam(0.1), TrainOptions(shard_optimizer=True, ema_decay=0.5))
+    whole = step.whole(step.init({"b": {"none": np.zeros((0, 3), np.float32)}}))
+    assert {leaf.shape for leaf in jax.tree.leaves((whole["ema"], whole["optimizer"][0].mu))} == {(0, 3)}
