@@ -276,7 +276,8 @@ def _batched(eqn: Eqn) -> tuple[_Shape, list[int]] | None:
         return None
     contracted, batch = eqn.params["dimension_numbers"]
     avals = [v.aval for v in eqn.invars]
-    alone = [n for k in (0, 1) for d, n in enumerate(avals[k].shape) if d not in (*contracted[k], *batch[k])]
+    free = (n for k in (0, 1) for d, n in enumerate(avals[k].shape) if d not in (*contracted[k], *batch[k]))
+    alone = [n for n in free if n > 1]  # XLA leaves dims of 1 out
     return (eqn.outvars[0].aval.size, tuple(alone)), [aval.size for aval in avals]
 
 

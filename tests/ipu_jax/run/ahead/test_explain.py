@@ -144,6 +144,9 @@ def test_attention_in_jnp_is_advised_to_be_a_kernel():
     jaxpr = jax.make_jaxpr(jax.jit(body))(w, x)
     assert scores_of([jaxpr]) == {(N * N, (N, N))}
     assert flops_with(scores_of([jaxpr]), jaxpr) == 2 * N * N * 2 + 2 * N * N * D
+    heads = jax.ShapeDtypeStruct((3, 2 * D, 2, D // 2), "float32")  # its product has a dim of 1, which XLA leaves out
+    of_heads = jax.make_jaxpr(jax.nn.dot_product_attention)(heads, heads, heads)
+    assert scores_of([of_heads]) == {(3 * 2 * (2 * D) ** 2, (2 * D, 2 * D))}
     experts = lambda w, x: jnp.einsum("bth,bhd->btd", jnp.ones((2, 64, 2)), jnp.ones((2, 2, 64)))  # no softmax
     for other in (experts, lambda w, x: jnp.exp(x @ w)):
         assert scores_of([jax.make_jaxpr(other)(w, x)]) == set()
