@@ -17,7 +17,7 @@ from ipu_jax.base import jaxprs
 from ipu_jax.base.annotations import Eqn, Function, Jaxpr, Value, Var
 
 Pull = Callable[[list[Value], Sequence[Value]], list[Value]]
-"""From residuals and cotangents of the results to those of the differentiated arguments, None for zeros."""
+"""From residuals and the results' cotangents to the differentiated arguments' cotangents, None for zeros."""
 
 
 def linearized(
@@ -81,7 +81,7 @@ def _without_rules(closed: Jaxpr) -> Jaxpr:
 
 
 def _pull(linear: Jaxpr, at: Sequence[int], residuals: list[Value], cotangents: Sequence[Value]) -> list[Value]:
-    """Return the cotangents of a linear program's tangents, its last inputs, given those of all results.
+    """Return the cotangents of a linear program's tangents, its last inputs, given all results' cotangents.
 
     Its outputs are the tangents of the results `at`. Operations on zeros are left out.
     """

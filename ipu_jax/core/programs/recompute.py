@@ -242,7 +242,7 @@ class _Derivative:
         read: the numbers of the inputs that `again` reads.
         differentiated: per input, whether it has a gradient.
         zeros: per input, the shape of the zeros that stand for no gradient; None where None does.
-        pull: from the residuals and the cotangents of the outputs to those of the differentiated inputs.
+        pull: from the residuals and the outputs' cotangents to the differentiated inputs' cotangents.
     """
 
     forward: Jaxpr
