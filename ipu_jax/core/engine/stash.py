@@ -178,7 +178,7 @@ class _Records(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where an IPU's ring lies: how many records it has, per buffer `(first row, rows of a record)`, and offsets."""
+    """The place of an IPU's ring: how many records it has, per buffer `(first row, rows of a record)`, and offsets."""
 
     depth: Value
     records: dict[str, tuple[Value, Value]]

@@ -90,10 +90,9 @@ def _pull(linear: Jaxpr, at: Sequence[int], residuals: list[Value], cotangents: 
     found: dict[Var, Value] = {}
 
     def add(var: Var, cotangent: Value) -> None:
-        if not (
-            cotangent is None or isinstance(cotangent, (ad.Zero, SymbolicZero, core.Literal)) or _is_in(var, known)
-        ):
-            found[var] = ad.add_jaxvals(found[var], cotangent) if var in found else cotangent
+        if cotangent is None or isinstance(cotangent, (ad.Zero, SymbolicZero)) or _is_in(var, known):
+            return
+        found[var] = ad.add_jaxvals(found[var], cotangent) if var in found else cotangent
 
     for var, k in zip(jaxpr.outvars, at, strict=True):
         add(var, cotangents[k])

@@ -18,12 +18,11 @@ from ipu_jax.core.programs.segment_program import SegmentProgram, trace_segment
 
 @dataclasses.dataclass
 class _Traced:
-    """A segment with its arguments, and its program as soon as it has one."""
+    """A segment with its arguments, to trace its F if another segment may equal it."""
 
     segment: Segment
     args: tuple[Tree, ...]
     last: bool
-    program: SegmentProgram | None = None
 
     @functools.cached_property
     def forward(self) -> tuple[Signature | None, SegmentResults]:
@@ -38,7 +37,7 @@ class LikeSegments:
     """Remember the programs of segments."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, list[_Traced]] = {}
+        self._known: dict[Hashable, list[tuple[_Traced, SegmentProgram]]] = {}
 
     def trace(
         self,
@@ -59,11 +58,11 @@ class LikeSegments:
         stages = tuple((stage.recompute, stage.place is None, bool(stage.random)) for stage in segment.stages)
         how = (stages, segment.role, segment.stashes, segment.backward, segment.exact, last, split, *trained)
         alike = self._known.setdefault((tree, shapes, how, *jax.tree.leaves(shards)), [])
-        for known in alike:
+        for known, program in alike:
             signature, results = new.forward
-            if signature is not None and signature == known.forward[0] and known.program is not None:
-                own = jax.tree.unflatten(jax.tree.structure(results), jax.tree.leaves(known.program.results))
-                return dataclasses.replace(known.program, results=own)
-        new.program = trace_segment(segment, *args, last=last, split=split, trained=trained, shards=shards)
-        alike.append(new)
-        return new.program
+            if signature is not None and signature == known.forward[0]:
+                own = jax.tree.unflatten(jax.tree.structure(results), jax.tree.leaves(program.results))
+                return dataclasses.replace(program, results=own)
+        program = trace_segment(segment, *args, last=last, split=split, trained=trained, shards=shards)
+        alike.append((new, program))
+        return program

@@ -67,7 +67,7 @@ class Advice:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation(Shown):
-    """Where the time of a step on paper goes; `str()` shows it on one screen.
+    """The parts of a step's time on paper, and what to change next; `str()` shows them on one screen.
 
     Attributes:
         seconds: of the step: the sum of its parts.
@@ -101,7 +101,7 @@ class Explanation(Shown):
 
 
 def explain_step(plan: Plan, kind: Kind, program: Program, rows: Sequence[Row], paper: Paper) -> Explanation:
-    """Return where the time of a step goes; the arguments are those of `estimate`, and its result."""
+    """Return the parts of a step's time, given the arguments of `estimate` and its result."""
     step = _ExplainedStep(plan, kind, program, rows, paper)
     advice = [one for one in (*step.advice(), *step.other_schedules()) if one.saves >= _LEAST * paper.seconds]
     best = sorted(advice, key=lambda one: -one.saves)[:_MOST]
@@ -262,7 +262,7 @@ def flops_with(scores: Iterable[_Shape], jaxpr: Jaxpr) -> int:
 
 
 def _equations(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[Eqn, int]]:
-    """Yield the equations of a jaxpr, and how often each runs; not those of kernels."""
+    """Yield the equations of a jaxpr outside of kernels, and how often each runs."""
     for eqn in closed_of(jaxpr).jaxpr.eqns:
         yield eqn, times
         if eqn.primitive.name != "pallas_call":

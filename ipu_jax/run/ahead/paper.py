@@ -7,9 +7,9 @@
               +  update              weights and state are read and written once
 
 A task takes as long as its FLOPs, or as its arguments and results take to be read and written, or as the cycles that
-XLA's compiler for TPU estimates, whichever is longest. The compiler counts no cycles for a kernel (Pallas), so its
-cycles are those of its FLOPs at half of the chip's peak. This share is taken, not measured. Without cycles, as on GPUs,
-the time is a lower bound, which no chip reaches. Use it to compare schedules, sizes and topologies.
+XLA's compiler for TPU estimates, whichever is longest. The compiler counts no cycles for a kernel (Pallas). So
+its FLOPs count at half of the chip's peak. This share is taken, not measured. Without cycles, as on GPUs, the time is a
+lower bound, which no chip reaches. Use it to compare schedules, sizes and topologies.
 """
 
 import collections

@@ -85,6 +85,15 @@ def test_a_body_is_counted_whatever_calls_it(fn, expected):
     assert flops_of(fn, f32(4, 8), f32(8, 16)) == expected
 
 
+def test_a_dim_of_a_kernels_grid_that_is_known_later_counts_as_one_step():
+    def kernel(x, steps):
+        whole = pallas.BlockSpec((4,), lambda i, j: (0,))
+        body = lambda x, out: out.__setitem__(..., 2 * x[...])
+        return pallas.pallas_call(body, out_shape=f32(4), grid=(steps, 2), in_specs=[whole], out_specs=whole)(x)
+
+    assert flops_of(kernel, f32(4), jax.ShapeDtypeStruct((), "int32")) == 2 * 3 * 4  # each step loads and stores, too
+
+
 def test_custom_derivatives_are_entered():
     @jax.custom_vjp
     def double(x, w):

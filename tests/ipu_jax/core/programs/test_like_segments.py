@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ipu_jax import Pipeline, Stage
+from ipu_jax import Outputs, Pipeline, Stage
 from ipu_jax.core.programs import like_segments
 from support.against_plain import assert_equals_plain
 
@@ -102,3 +102,28 @@ def test_layers_of_a_cut_function_are_traced_once(traced):
     pipeline = Pipeline.from_function(loss, weights, batch[0], ipus=ipus, gradient_accumulation=M)
     assert_equals_plain(pipeline, weights, batch, lambda w: jnp.mean(jnp.stack([loss(w, x) for x in batch])))
     assert len(traced) == 3  # the first takes the micro-batch, the last returns the loss
+
+
+def test_like_stages_in_two_rounds_keep_their_own_state_and_aux(traced):
+    weights, batch = weights_and_batch(6)
+
+    def block(w: Any, x: Any, mb: Any, *, state: Any) -> Outputs:
+        y = layer(jnp.sin, w, mb if x is None else x)
+        return Outputs(y, state={"total": state["total"] + y.sum()}, aux=y.mean())
+
+    last = lambda w, x, mb: jnp.mean(layer(jnp.sin, w, x) ** 2)
+    names = [f"p{i}" for i in range(6)]
+    # names in another order than the stages'
+    stages = [Stage(block, name, i % 3, state=f"s{9 - i}") for i, name in enumerate(names[:5])]
+    pipeline = Pipeline([*stages, Stage(last, "p5", 2)], schedule="looped", gradient_accumulation=M)
+    state = {f"s{9 - i}": {"total": np.float32(i)} for i in range(5)}
+    params = pipeline.shard(dict(zip(names, weights, strict=True)))
+    (_, aux), _, new = pipeline.value_and_grad(params, batch, state=pipeline.shard_state(state))
+    x, means = batch, {}
+    for i, w in enumerate(weights[:5]):
+        x = layer(jnp.sin, w, x)
+        state[f"s{9 - i}"]["total"] += x.sum()
+        means[names[i]] = x.mean((1, 2))
+    for found, expected in ((aux, means), (pipeline.unshard(new), state)):
+        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5), found, expected)
+    assert traced == ["p0", "p1", "p5"]
