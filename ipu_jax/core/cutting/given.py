@@ -16,14 +16,13 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 from jax.sharding import Mesh
 
 from ipu_jax.base import status
 from ipu_jax.base.annotations import Batch, Dtype, Function, Jaxpr, Key, Params, Tree, Value
 from ipu_jax.base.checks import in_line
 from ipu_jax.base.decorators import OTHER_MESH, users_mesh
-from ipu_jax.base.jaxprs import all_equations, bodies_of, plain, traced_on
+from ipu_jax.base.jaxprs import all_equations, bodies_of, plain, traced_on, variables
 from ipu_jax.core.cutting.cut import STAGE_END
 from ipu_jax.core.cutting.everywhere import is_everywhere, traced_for
 from ipu_jax.core.cutting.module_trees import check_unchanged, name_of_function
@@ -317,10 +316,13 @@ def check_constants(trace: FunctionTrace) -> None:
 
 def warn_of_constant_keys(trace: FunctionTrace) -> None:
     """Warn if the function draws random numbers from a key that is not an argument."""
+    kind = lambda operation: getattr(getattr(operation, "primitive", None), "name", None)
+    # bits that only make another key, as in fold_in(key, bits(own)), are no draw
+    read = [op.invars for op in trace.operations if kind(op) != "random_fold_in"]
+    drawn = {v for atoms in [*read, trace.results] for v in variables(atoms)}
     for operation in trace.operations:
-        inputs = [v for v in operation.invars if not isinstance(v, core.Literal)]
-        is_random = getattr(operation, "primitive", None) is not None and operation.primitive.name == "random_bits"
-        if is_random and all(v in trace.of_constants for v in inputs):
+        is_random = kind(operation) == "random_bits" and not drawn.isdisjoint(operation.outvars)
+        if is_random and all(v in trace.of_constants for v in variables(operation.invars)):
             warnings.warn(
                 f"the function draws random numbers{at_line(operation)} from a key that is not an argument: all "
                 "micro-batches and updates get the same. Take a key, loss(params, micro_batch, key), and draw with it; "

@@ -316,6 +316,14 @@ def test_a_dropout_that_draws_the_same_for_all_micro_batches_warns(streams):
         Pipeline.from_function(loss, {"w": jnp.eye(D)}, made("nnx").micro_batch(), ipus=1)
 
 
+def test_bits_of_a_fixed_key_that_only_make_another_key_are_no_draw():
+    def loss(w: Any, x: Any, key: Any) -> Any:
+        own = jax.random.fold_in(key, jax.random.bits(KEY))
+        return jnp.mean((jax.random.bernoulli(own, shape=x.shape) * x @ w) ** 2)
+
+    Pipeline.from_function(loss, jnp.eye(D), DENSE["x"][0], ipus=1)  # a warning would be an error
+
+
 def test_plain_dicts_say_how_a_module_on_all_ipus_is_split():
     graph, params = nnx.split(nnx.Linear(D, D, rngs=nnx.Rngs(0)))
     call = everywhere(lambda params, x: nnx.merge(graph, params)(x), in_specs=({"kernel": P(), "bias": P()}, P()))
