@@ -14,8 +14,9 @@ from typing import Final
 CUDA_GRAPH_FLAGS: Final = (
     "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION",
     "--xla_gpu_graph_min_graph_size=1",
-    # it makes copies whose place the host computes from a loop's counter, so that a scan over layers is in no graph
-    "--xla_disable_hlo_passes=fusion-dynamic-memcpy-rewriter",
+    # they make copies whose place the host computes from a loop's counter, so that a scan over layers is in no graph:
+    # the first is a pass of jax 0.10's XLA, the second one of jax 0.12's
+    "--xla_disable_hlo_passes=fusion-dynamic-memcpy-rewriter,dynamic-slice-annotator",
 )
 """The flags of XLA that `configure` adds to the environment variable `XLA_FLAGS` where jax may use an NVIDIA GPU."""
 
@@ -63,10 +64,11 @@ def flags_beside(given: str) -> dict[str, str]:
     ours, users = _named(CUDA_GRAPH_FLAGS), _named(given.split())
     if "WHILE" not in dict(users).get(_GRAPHS, "WHILE"):
         return {}
-    passes = [name for flag, value in [*users, *ours] if flag == _PASSES for name in value.split(",")]
+    passes_of = lambda flags: [name for flag, value in flags if flag == _PASSES for name in value.split(",")]
     missing = {name: value for name, value in ours if name not in dict(users)}
-    is_left_out = passes[-1] in passes[:-1]
-    return missing if is_left_out else missing | {_PASSES: ",".join(passes)}
+    passes = dict.fromkeys([*passes_of(users), *passes_of(ours)])
+    are_left_out = len(passes) == len({*passes_of(users)})
+    return missing if are_left_out else missing | {_PASSES: ",".join(passes)}
 
 
 def _named(flags: Sequence[str]) -> list[tuple[str, str]]:

@@ -11,7 +11,8 @@ from ipu_jax import configure
 from ipu_jax.core.mesh import cuda_graphs
 
 GRAPHS = "--xla_gpu_enable_command_buffer="
-REWRITER = "fusion-dynamic-memcpy-rewriter"
+REWRITER, ANNOTATOR = "fusion-dynamic-memcpy-rewriter", "dynamic-slice-annotator"
+PASSES = f"{REWRITER},{ANNOTATOR}"
 
 
 @pytest.mark.slow
@@ -30,7 +31,7 @@ print(len(configure(2)), jax.jit(lambda x: x + 1)(1))
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.split()) == (0, ["2", "2"]), done.stderr
     options = next(tmp_path.glob("*debug_options")).read_text()
-    assert {*re.findall(r'xla_disable_hlo_passes: "(.*)"', options)} == {"a", "b", REWRITER}
+    assert {*re.findall(r'xla_disable_hlo_passes: "(.*)"', options)} == {"a", "b", REWRITER, ANNOTATOR}
     assert "xla_gpu_graph_min_graph_size: 1\n" in options
 
 
@@ -61,19 +62,20 @@ def test_flags_are_set_where_an_nvidia_gpu_may_be_used(wanted, driver, platforms
 @pytest.mark.parametrize(
     ("users", "missing"),
     [
-        ("", {"command_buffer": "FUSION,", "graph_size": "1", "passes": REWRITER}),
+        ("", {"command_buffer": "FUSION,", "graph_size": "1", "passes": PASSES}),
         # a value of the user stays; without loops in graphs the others serve nothing
-        (f"{GRAPHS}FUSION,WHILE", {"graph_size": "1", "passes": REWRITER}),
+        (f"{GRAPHS}FUSION,WHILE", {"graph_size": "1", "passes": PASSES}),
         (f"{GRAPHS}FUSION", {}),
         (GRAPHS, {}),
-        ("--xla_gpu_graph_min_graph_size=5", {"command_buffer": "FUSION,", "passes": REWRITER}),
+        ("--xla_gpu_graph_min_graph_size=5", {"command_buffer": "FUSION,", "passes": PASSES}),
         # passes add up
-        (f"{GRAPHS}WHILE --xla_disable_hlo_passes=a,b", {"graph_size": "1", "passes": f"a,b,{REWRITER}"}),
+        (f"{GRAPHS}WHILE --xla_disable_hlo_passes=a,b", {"graph_size": "1", "passes": f"a,b,{PASSES}"}),
         (
             f"{GRAPHS}WHILE --xla_disable_hlo_passes=a --xla_disable_hlo_passes=b",
-            {"graph_size": "1", "passes": f"a,b,{REWRITER}"},
+            {"graph_size": "1", "passes": f"a,b,{PASSES}"},
         ),
-        (f"{GRAPHS}WHILE --xla_disable_hlo_passes=a,{REWRITER}", {"graph_size": "1"}),
+        (f"{GRAPHS}WHILE --xla_disable_hlo_passes=a,{REWRITER}", {"graph_size": "1", "passes": f"a,{PASSES}"}),
+        (f"{GRAPHS}WHILE --xla_disable_hlo_passes={ANNOTATOR},{REWRITER}", {"graph_size": "1"}),
         (" ".join(cuda_graphs.CUDA_GRAPH_FLAGS), {}),  # a second call adds nothing
     ],
 )
