@@ -1,7 +1,7 @@
 """Make one page about a run that opens anywhere, without a network: was it good, where the time went, what to change.
 
 RunLog --> Digest --> verdict, curves, rows --\\
-Timeline --> where the time went, slices --+--> page.html + page.css + page.js + data --> out.html, one file
+Timeline --> where the time went, slices --+--> page.html + page.css + scripts + data --> out.html, one file
 Schedule --> its picture, by its times ---/
 """
 
@@ -29,6 +29,7 @@ from ipu_jax.run.observe.tracing.timeline import TASKS, Slice, Timeline, group_i
 from ipu_jax.run.observe.tracing.trace_report import TraceReport, make_report, median_costs, net_seconds, simulated
 from ipu_jax.training.update.state import TrainState
 
+_SCRIPTS: Final = ("page.js", "curves.js", "timeline.js", "memory.js")  # the first has what the others call
 _MOST_SLICES: Final = 6000
 _MOST_POINTS: Final = 1000
 _MARKS: Final = {"good": "✓", "fair": "!", "bad": "✗"}
@@ -76,7 +77,7 @@ def write_report(
     parts = {
         "TITLE": html.escape(title),
         "CSS": _file("page.css"),
-        "JS": _file("page.js"),
+        "JS": "".join(map(_file, _SCRIPTS)),
         # no text of the data can end the script
         "DATA": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         "VERDICT": _verdict(digest, report),
