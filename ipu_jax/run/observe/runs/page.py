@@ -246,7 +246,8 @@ def _name(timeline: Timeline, replica: int, ipu: int) -> str:
 def _shown(timeline: Timeline) -> dict[str, Json]:
     """Return the rows of slices that the page draws, times in microseconds; the plan is above each measured row.
 
-    A row begins with what lies under its slices: waiting in a plan, other time in a measured step.
+    A row begins with what lies under its slices: waiting in a plan, other time in a measured step. A slice is its kind,
+    name, start and length, and for a task its step, micro-batch and first stage, so that a micro-batch can be followed.
     """
     measured = [one for one in timeline.slices if one.end > one.start]
     steps = sorted({one.step for one in measured})
@@ -276,7 +277,8 @@ def _shown(timeline: Timeline) -> dict[str, Json]:
         ]
         brief = f"{replica}, IPU {ipu}" if timeline.ipus[-1][0] else f"IPU {ipu}"
         slices = whole + [_slice(timeline.schedule, one) for one in mine]
-        rows.append({"label": _name(timeline, replica, ipu), "brief": brief, "plan": False, "slices": slices})
+        row = {"label": _name(timeline, replica, ipu), "brief": brief, "plan": False, "replica": replica}
+        rows.append(row | {"slices": slices})
     clocks = f"{timeline.clocks}{group_in_words(timeline.devices)}"
     return {"rows": rows, "kinds": _kinds(), "steps": len(kept), "of": len(steps), "clocks": clocks}
 
@@ -284,7 +286,8 @@ def _shown(timeline: Timeline) -> dict[str, Json]:
 def _slice(schedule: Schedule, one: Slice) -> list[Json]:
     kind = _kind(schedule, one)
     name = f"waiting, {one.name}" if kind == "waiting" else one.name
-    return [kind, name, *_span(one.start, one.end)]
+    task = [[one.step, one.microbatch, one.stages[0]]] if one.microbatch is not None and one.stages else []
+    return [kind, name, *_span(one.start, one.end), *task]
 
 
 def _span(start: float, end: float) -> list[int]:

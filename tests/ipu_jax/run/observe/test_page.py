@@ -74,13 +74,13 @@ def test_waiting_is_drawn_as_waiting():
     rows = {row["label"]: row["slices"] for row in shown["rows"]}
     assert rows["IPU 1"] == [
         ["other", "other", 0, 10_000],
-        ["all FB", "1F0 1B0", 1000, 8000],
+        ["all FB", "1F0 1B0", 1000, 8000, [0, 0, 1]],  # step, micro-batch, stage
         ["waiting", "waiting, all-reduce", 1500, 7000],
         ["update", "update", 9000, 1000],
     ]
     # in the plan IPU 1 waits for all but its half of the head, which is one task of both IPUs
     assert rows["plan, IPU 1"][0] == ["waiting", "waiting, planned", 1000, 8000]
-    assert [(kind, length) for kind, _, _, length in rows["plan, IPU 1"][1:]] == [("all FB", 1000)]
+    assert [(kind, length) for kind, _, _, length, _ in rows["plan, IPU 1"][1:]] == [("all FB", 1000)]
     assert {name for name, look in shown["kinds"].items() if not look["colours"]} == {"waiting", "other"}
     used = {kind for slices in rows.values() for kind, *_ in slices}
     assert used <= shown["kinds"].keys()
