@@ -4,6 +4,7 @@ The measured tasks are the plan's at half of its speed, so each time that the pa
 """
 
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from ipu_jax.core.schedules import make_schedule
 from ipu_jax.observe import RunLog, write_report
 from ipu_jax.run.observe.tracing._assembling import planned
-from ipu_jax.run.observe.tracing.timeline import Slice, Step, Timeline
+from ipu_jax.run.observe.tracing.timeline import Kind, Slice, Step, Timeline
 from ipu_jax.run.observe.tracing.trace_report import Costs
 from support import browsing
 
@@ -23,7 +24,9 @@ LABELS = {1280: 120, 500: 66}
 def half_speed(name, placement, ipus, *, replicas=1, steps=1):
     """Return the timeline of a schedule of four micro-batches, whose F take 2 ms and B 4 ms."""
     schedule = make_schedule(name, ipus=ipus, placement=placement, gradient_accumulation=4)
-    kinds = {"F": 1 * MS, "B": 2 * MS} | ({"W": 1 * MS} if schedule.weight is not None else {})
+    kinds: dict[Kind, float] = {"F": 1 * MS, "B": 2 * MS}
+    if schedule.weight is not None:
+        kinds["W"] = 1 * MS
     costs: Costs = {
         ((stage,), kind): cost
         for stage, place in enumerate(placement)
@@ -80,11 +83,10 @@ def test_a_click_follows_a_micro_batch_through_all_ipus_and_back(browser, page_o
         text = way.inner_text()
         begun, ended = min(one.start for one in of_it), max(one.end for one in of_it)
         work = sum(one.end - one.start for one in of_it)
-        assert text.startswith(
-            f"Micro-batch 2: 0F2 to 0B2 in {1e3 * (ended - begun):g} ms, from {1e3 * begun:g} ms; {1e3 * work:g} ms in 8 tasks"
-        )
+        whole, start, working = (f"{1e3 * seconds:g} ms" for seconds in (ended - begun, begun, work))
+        assert text.startswith(f"Micro-batch 2: 0F2 to 0B2 in {whole}, from {start}; {working} in 8 tasks")
         in_order = sorted(of_it, key=lambda one: one.start)
-        waits = {b.name: round(1e3 * (b.start - a.end), 6) for a, b in zip(in_order, in_order[1:], strict=False)}
+        waits = {b.name: round(1e3 * (b.start - a.end), 6) for a, b in itertools.pairwise(in_order)}
         longest, task = re.findall(r"the longest wait is ([\d.]+) ms, before (\w+)\.", text)[0]
         assert float(longest) == max(waits.values()) == waits[task] > 0
         assert canvas.screenshot() != before
@@ -169,7 +171,7 @@ def test_two_fingers_zoom_and_one_tap_follows(browser, page_of):
             points = [{"x": x - apart, "y": y, "id": 0}, {"x": x + apart, "y": y, "id": 1}] if apart else []
             touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
 
-        for kind, apart in (("touchStart", 10), *(("touchMove", 10 + k) for k in range(0, 140, 10)), ("touchEnd", 0)):
+        for kind, apart in (("touchStart", 10), *(("touchMove", 10 + k) for k in range(0, 140, 35)), ("touchEnd", 0)):
             fingers(kind, apart)
         seen.page.touchscreen.tap(box["x"] + box["width"] - 12, y)
         assert words.inner_text().startswith("IPU 0: 0B1")  # far from the middle, too
