@@ -49,11 +49,12 @@ function timeline(shown) {
     const note = document.getElementById("way");
     note.textContent = "\u00a0";
     if (way.length) {
-      const [begun, ended] = [way[0].start, way[way.length - 1].end], waits = way.slice(1).map((to, k) => [to.start - way[k].end, to.name]);
-      const [longest, before] = waits.reduce((a, b) => b[0] > a[0] ? b : a, [0, ""]);
+      const [begun, ended] = [way[0].start, way[way.length - 1].end];
+      const waits = way.slice(1).map((next, k) => [Math.max(0, next.start - way[k].end), next.name]);  // tasks of all IPUs overlap
+      const [longest, before] = waits.reduce((a, b) => b[0] > a[0] ? b : a, [0, ""]), waited = waits.reduce((sum, [each]) => sum + each, 0);
       note.textContent = `Micro-batch ${chosen.microbatch}: ${way[0].name} to ${way[way.length - 1].name} in ${micros(ended - begun)}, from ` +
-        `${micros(begun - first)}; ${micros(way.reduce((sum, { start, end }) => sum + end - start, 0))} in ${way.length} tasks` +
-        (longest > 0 ? `, and the longest wait is ${micros(longest)}, before ${before}.` : ".");
+        `${micros(begun - first)}; ${micros(ended - begun - waited)} in ${way.length} tasks` +
+        (longest > (ended - begun) / 100 ? `, and the longest wait is ${micros(longest)}, before ${before}.` : ".");
     }
     draw();
   }
@@ -64,7 +65,8 @@ function timeline(shown) {
       pen.strokeStyle = pen.fillStyle = colour; pen.lineWidth = width;
       way.slice(1).forEach((next, k) => { for (const [a, sent] of way[k].slices) for (const [b, got] of next.slices) {
         if (a !== b && way[k].slices.length > 1 && next.slices.length > 1) continue;  // each IPU goes on with its own part
-        const [x0, x1] = [x(sent[2] + sent[3]), x(got[2])], [y0, y1] = [a, b].map(row => top(row) + rowHeight / 2), bend = Math.max(Math.abs(x1 - x0) / 2, 14);
+        const ended = sent[2] + sent[3], came = Math.min(Math.max(got[2], ended), got[2] + got[3]);  // it may wait inside the task
+        const [x0, x1] = [x(ended), x(came)], [y0, y1] = [a, b].map(row => top(row) + rowHeight / 2), bend = Math.max(Math.abs(x1 - x0) / 2, 14);
         pen.beginPath(); pen.moveTo(x0, y0); pen.bezierCurveTo(x0 + bend, y0, x1 - bend, y1, x1 - 5, y1); pen.stroke();
         pen.beginPath(); pen.moveTo(x1, y1); pen.lineTo(x1 - 7, y1 - 4); pen.lineTo(x1 - 7, y1 + 4); pen.fill();
       } });
@@ -141,8 +143,11 @@ function timeline(shown) {
     const at = followed ? ways.findIndex(one => one.step === followed.step && one.microbatch === followed.microbatch) : -1;
     follow(ways[at + 1] || null);
     if (!way.length) return;
-    const [begun, ended] = [way[0].start, way[way.length - 1].end];
-    if (begun < from || ended > to) { const span = Math.max(to - from, ended - begun); from = hold(begun, span); to = from + span; draw(); }
+    const [begun, ended] = [way[0].start, way[way.length - 1].end], length = ended - begun;
+    if (begun < from || ended > to || length < (to - from) / 4) {
+      const span = Math.min(Math.max(to - from, 1.2 * length), 3 * length, last - first);
+      from = hold(begun + length / 2 - span / 2, span); to = from + span; draw();
+    }
   }
   canvas.addEventListener("wheel", event => { event.preventDefault(); zoom(event.deltaY > 0 ? 1.25 : .8, time(event.offsetX)); }, { passive: false });
   const held = new Map();
