@@ -47,6 +47,7 @@ from sharded_ops.losses._statistics import (
     RowStatistics,
     Terms,
     combine_shards,
+    entropy_dlogits,
     is_soft,
     loss_dlogits,
     loss_dtargets,
@@ -64,14 +65,31 @@ def log_softmax_cross_entropy(
     labels: ArrayLike,
     *,
     return_log_sum_exp: Literal[False] = False,
+    return_entropy: Literal[False] = False,
     **options: Unpack[LossOptions],
 ) -> jax.Array: ...
 
 
 @overload
 def log_softmax_cross_entropy(
-    logits_shard: jax.Array, labels: ArrayLike, *, return_log_sum_exp: Literal[True], **options: Unpack[LossOptions]
-) -> tuple[jax.Array, jax.Array]: ...
+    logits_shard: jax.Array,
+    labels: ArrayLike,
+    *,
+    return_log_sum_exp: Literal[True],
+    return_entropy: bool = False,
+    **options: Unpack[LossOptions],
+) -> tuple[jax.Array, ...]: ...
+
+
+@overload
+def log_softmax_cross_entropy(
+    logits_shard: jax.Array,
+    labels: ArrayLike,
+    *,
+    return_log_sum_exp: bool = False,
+    return_entropy: Literal[True],
+    **options: Unpack[LossOptions],
+) -> tuple[jax.Array, ...]: ...
 
 
 def log_softmax_cross_entropy(
@@ -89,7 +107,8 @@ def log_softmax_cross_entropy(
     weights: ArrayLike | None = None,
     reduction: Reduction = "none",
     return_log_sum_exp: bool = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    return_entropy: bool = False,
+) -> jax.Array | tuple[jax.Array, ...]:
     """Return the cross-entropy of each token with its label, over a last dim that is split over the IPUs of `axis`.
 
     Let x be the logits, x' = soft_cap * tanh(x / soft_cap) / temperature, and u_v the weight that the target gives to
@@ -98,9 +117,9 @@ def log_softmax_cross_entropy(
     et al. 2016, arXiv:1512.00567). The z-loss is from Chowdhery et al. 2022 (arXiv:2204.02311), the soft cap from
     Gemma 2 (arXiv:2408.00118).
 
-    Forward: one all-gather of 3 floats per token, or of 4 with soft targets. Backward: nothing. (The matmul that made
-    the logits reduces its dx.) Derivatives of every order are supported in both modes. Forward mode sends one
-    all-reduce of one float per token, and higher derivatives send a few of these.
+    Forward: one all-gather of 3 floats per token, of one more with soft targets, and with the entropy. Backward:
+    nothing. (The matmul that made the logits reduces its dx.) Derivatives of every order are supported in both modes.
+    Forward mode sends one all-reduce of one float per token, and higher derivatives send a few of these.
 
     Under check_vma=False the backward pass assumes that all IPUs use the loss in the same way. Each IPU then holds an
     equal part of the loss's cotangent, and the cotangent is n times that part (see the module `_collectives`). A
@@ -125,11 +144,12 @@ def log_softmax_cross_entropy(
         reduction: "none"; "sum" over all tokens; or "mean". "mean" divides the sum by the total weight of the tokens
             that count (without weights, by their number), and is 0 if this total is 0. Tokens on other mesh axes are
             not included: to include them, sum numerator and denominator yourself.
-        return_log_sum_exp: return lse(x') as well.
+        return_log_sum_exp, return_entropy: return lse(x') and the entropy of softmax(x') as well, in this order.
 
     Returns:
         The loss: (N..), or () if reduced, in float32 (float64 for float64 logits), the same on all IPUs. With
-        return_log_sum_exp also the log-sum-exp, (N..) in the same dtype, even for tokens that don't count.
+        return_log_sum_exp also the log-sum-exp, and with return_entropy the entropy, (N..) in the same dtype, even for
+        tokens that don't count.
 
     Raises:
         ValueError: the logits are not floating, their shard does not fit `size`, or they are typed as replicated over
@@ -147,9 +167,9 @@ def log_softmax_cross_entropy(
     """
     logits_shard = array("logits_shard", logits_shard)
     split = checked_split(logits_shard, whole_number("size", size, at_least=1), one_axis(axis))
-    terms = checked_terms(Terms(split, axis, label_smoothing, z_loss, soft_cap, temperature))
+    terms = checked_terms(Terms(split, axis, label_smoothing, z_loss, soft_cap, temperature, bool(return_entropy)))
     labels = array_like("labels", labels)
-    checked_options(out_of_range, reduction, return_log_sum_exp)
+    checked_options(out_of_range, reduction, return_log_sum_exp=return_log_sum_exp, return_entropy=return_entropy)
     if weights is not None:
         weights = checked_weights(weights)
         check_one_per_row("weights", weights, logits_shard)
@@ -165,14 +185,14 @@ def log_softmax_cross_entropy(
     row = _row_statistics(x_NV, targets, terms)
     outputs = _token_loss(x_NV, targets, row, terms, return_log_sum_exp)
     loss = reduce_losses(outputs[0], counted_N, faulty_N, weights, reduction)
-    return (loss, outputs[1]) if return_log_sum_exp else loss
+    return (loss, *outputs[1:]) if outputs[1:] else loss
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _row_statistics(x_NV: jax.Array, targets: jax.Array, terms: Terms) -> RowStatistics:
     """Return the statistics of all columns, with correct derivatives except for `loss_N`: `_token_loss` adds these.
 
-    Forward: one all-gather of 3 floats per token, or of 4 with soft targets.
+    Forward: one all-gather of 3 floats per token, of one more with soft targets, and of one more with the entropy.
     """
     first = shard_start(terms)
     shard = statistics(softmax_logits(x_NV, first, terms), targets, first, terms)
@@ -184,24 +204,28 @@ def _row_statistics_jvp(terms: Terms, primals: Any, tangents: Any) -> tuple[RowS
     (x_NV, targets), (dx_NV, dtargets) = primals, tangents
     row = _row_statistics(x_NV, targets, terms)
     drest_N = jnp.zeros_like(row.rest_N)
+    dentropy_N = None if row.entropy_N is None else jnp.zeros_like(row.entropy_N)
     if not isinstance(dx_NV, SymbolicZero):
         drest_N = lax.psum(_log_sum_exp_tangent(terms, x_NV, targets, row, dx_NV), terms.axis)
+        if row.entropy_N is not None:
+            dentropy_N = lax.psum(_entropy_tangent(terms, x_NV, targets, row, dx_NV), terms.axis)
     dmass_N = None
     if row.mass_N is not None:
         dmass_N = jnp.zeros_like(row.mass_N)
         if not isinstance(dtargets, SymbolicZero):
             dmass_N = lax.psum((1 - terms.label_smoothing) * dtargets.sum(-1), terms.axis)
     zeros_N = jnp.zeros_like(row.base_N)
-    return row, RowStatistics(zeros_N, drest_N, zeros_N, dmass_N)
+    return row, RowStatistics(zeros_N, drest_N, zeros_N, dmass_N, dentropy_N)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
 def _token_loss(
     x_NV: jax.Array, targets: jax.Array, row: RowStatistics, terms: Terms, wants_lse: bool
 ) -> tuple[jax.Array, ...]:
-    """Return each token's loss, 0 where the token does not count, and with `wants_lse` also the log-sum-exp."""
+    """Return each token's loss, 0 where the token does not count, and what else is wanted: log-sum-exp, entropy."""
     loss_N = row.loss_N if is_soft(targets) else jnp.where(targets >= 0, row.loss_N, 0)
-    return (loss_N, row.base_N + row.rest_N) if wants_lse else (loss_N,)
+    lse = (row.base_N + row.rest_N,) if wants_lse else ()
+    return (loss_N, *lse) if row.entropy_N is None else (loss_N, *lse, row.entropy_N)
 
 
 @functools.partial(_token_loss.defjvp, symbolic_zeros=True)
@@ -209,10 +233,10 @@ def _token_loss_jvp(terms: Terms, wants_lse: bool, primals: Any, tangents: Any) 
     (x_NV, targets, row), (dx_NV, dtargets, _) = primals, tangents
     outputs = _token_loss(x_NV, targets, row, terms, wants_lse)
     doutputs = [jnp.zeros_like(output) for output in outputs]
-    tangent_of = (_loss_tangent, _log_sum_exp_tangent)
+    tangent_of = [_loss_tangent, *[_log_sum_exp_tangent] * wants_lse, *[_entropy_tangent] * terms.entropy]
     if not isinstance(dx_NV, SymbolicZero):
-        for i in range(len(outputs)):
-            recomputed = jax.checkpoint(functools.partial(tangent_of[i], terms), prevent_cse=False)
+        for i, tangent in enumerate(tangent_of):
+            recomputed = jax.checkpoint(functools.partial(tangent, terms), prevent_cse=False)
             doutputs[i] += _replicated_sum(recomputed(x_NV, targets, row, dx_NV), terms.axis)
     if is_soft(targets) and not isinstance(dtargets, SymbolicZero):
         recomputed = jax.checkpoint(functools.partial(_loss_tangent_by_targets, terms), prevent_cse=False)
@@ -220,8 +244,8 @@ def _token_loss_jvp(terms: Terms, wants_lse: bool, primals: Any, tangents: Any) 
     return outputs, tuple(doutputs)
 
 
-# Each of the next three functions returns the tangent of this shard's part of a token's loss or log-sum-exp, and is
-# linear in its last argument.
+# Each of the next four functions returns the tangent of this shard's part of a token's loss, log-sum-exp or entropy,
+# and is linear in its last argument.
 
 
 def _loss_tangent(terms: Terms, x_NV: jax.Array, targets: jax.Array, row: RowStatistics, dx_NV: jax.Array) -> jax.Array:
@@ -239,6 +263,14 @@ def _log_sum_exp_tangent(
     first = shard_start(terms)
     logits_NV, logits_tangent_NV = jax.jvp(lambda x: softmax_logits(x, first, terms), (x_NV,), (dx_NV,))
     return (probabilities(logits_NV, row.base_N, row.rest_N) * logits_tangent_NV).sum(-1)
+
+
+def _entropy_tangent(
+    terms: Terms, x_NV: jax.Array, targets: jax.Array, row: RowStatistics, dx_NV: jax.Array
+) -> jax.Array:
+    first = shard_start(terms)
+    logits_NV, logits_tangent_NV = jax.jvp(lambda x: softmax_logits(x, first, terms), (x_NV,), (dx_NV,))
+    return (entropy_dlogits(logits_NV, row) * logits_tangent_NV).sum(-1)
 
 
 def _loss_tangent_by_targets(terms: Terms, x_NV: jax.Array, row: RowStatistics, dtargets_NV: jax.Array) -> jax.Array:

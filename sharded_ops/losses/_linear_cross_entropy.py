@@ -72,6 +72,7 @@ def linear_cross_entropy(
     labels: ArrayLike,
     *,
     return_log_sum_exp: Literal[False] = False,
+    return_entropy: Literal[False] = False,
     **options: Unpack[LinearLossOptions],
 ) -> jax.Array: ...
 
@@ -83,8 +84,21 @@ def linear_cross_entropy(
     labels: ArrayLike,
     *,
     return_log_sum_exp: Literal[True],
+    return_entropy: bool = False,
     **options: Unpack[LinearLossOptions],
-) -> tuple[jax.Array, jax.Array]: ...
+) -> tuple[jax.Array, ...]: ...
+
+
+@overload
+def linear_cross_entropy(
+    hidden: jax.Array,
+    table: jax.Array,
+    labels: ArrayLike,
+    *,
+    return_log_sum_exp: bool = False,
+    return_entropy: Literal[True],
+    **options: Unpack[LinearLossOptions],
+) -> tuple[jax.Array, ...]: ...
 
 
 def linear_cross_entropy(
@@ -105,18 +119,20 @@ def linear_cross_entropy(
     weights: ArrayLike | None = None,
     reduction: Reduction = "none",
     return_log_sum_exp: bool = False,
+    return_entropy: bool = False,
     gradients: Literal["backward", "forward"] | None = None,
     token_chunk: int | None = None,
     column_chunk: int | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Return `log_softmax_cross_entropy(hidden @ table.T + bias, labels)`, without storing all the logits at once.
 
-    Forward: with gradients="backward" one all-gather of 3 floats per token, or of 4 with soft targets; with
-    gradients="forward" 3 floats per token, in one all-gather for each chunk of tokens. Backward, in both cases: one
-    all-reduce of dhidden, (N.., D) in the dtype of `hidden`; under check_vma=False it is done where the `shard_map` is
-    differentiated (see the module `_collectives`). With `tokens`, the forward pass begins with one all-gather of
-    `hidden`, and in the backward pass one reduce-scatter of dhidden replaces the all-reduce and sends half as much.
-    Under check_vma=False all IPUs must use the loss in the same way, as `log_softmax_cross_entropy` explains.
+    Forward: with gradients="backward" one all-gather of 3 floats per token, and of one more with soft targets, and with
+    the entropy; with gradients="forward" 3 floats per token, in one all-gather for each chunk of tokens. Backward, in
+    both cases: one all-reduce of dhidden, (N.., D) in the dtype of `hidden`; under check_vma=False it is done where the
+    `shard_map` is differentiated (see the module `_collectives`). With `tokens`, the forward pass begins with one
+    all-gather of `hidden`, and in the backward pass one reduce-scatter of dhidden replaces the all-reduce and sends
+    half as much. Under check_vma=False all IPUs must use the loss in the same way, as `log_softmax_cross_entropy`
+    explains.
 
     Reverse mode is supported, and forward mode over reverse mode (`jax.hessian`). jax refuses forward mode alone: for
     that, use `matmul` and `log_softmax_cross_entropy`. Second derivatives keep every tile, so they take at least the
@@ -124,7 +140,7 @@ def linear_cross_entropy(
 
     Args:
         hidden: (N.., D), floating, the same on all IPUs; with `tokens` (N, .., D) globally, scattered over dim 0. The
-            row of a token that does not count is not read, except for its log-sum-exp.
+            row of a token that does not count is not read, except for its log-sum-exp and entropy.
         table: (V, D) globally, padded with `Split(size, n).pad(table, 0)`; each IPU holds (ceil(V/n), D). In the dtype
             of `hidden`. Half types are multiplied as they are and accumulate in float32. In float16, dlogits are first
             scaled to its range, so that small dlogits are not rounded to 0 before a loss scale is applied.
@@ -139,12 +155,12 @@ def linear_cross_entropy(
         axis: the mesh axis.
         label_smoothing, z_loss, soft_cap, temperature, ignore_index, out_of_range, weights, reduction: as for
             `log_softmax_cross_entropy`.
-        return_log_sum_exp: return the log-sum-exp as well.
+        return_log_sum_exp, return_entropy: return these as well, in this order.
         gradients: the pass in which the gradients are computed. "forward" saves one matmul in four. It requires
-            `reduction` "mean" or "sum", and cannot be used with soft targets or `return_log_sum_exp`; it is the default
-            wherever it can be used. If differentiated, the forward pass then computes both gradients, which are kept
-            until the backward pass (float16 gradients in float32). "backward" keeps `hidden`, the table and a few
-            floats per token.
+            `reduction` "mean" or "sum", and cannot be used with soft targets, `return_log_sum_exp` or `return_entropy`;
+            it is the default wherever it can be used. If differentiated, the forward pass then computes both gradients,
+            which are kept until the backward pass (float16 gradients in float32). "backward" keeps `hidden`, the table
+            and a few floats per token.
         token_chunk: tokens per tile. With gradients="forward", the logits of `token_chunk` tokens and all the shard's
             columns exist at once. The default is at most 1024 with gradients="backward". With "forward", the default
             allows at most 2**21 logits at once (8 MiB), or N * D logits if that is more; this limit is never below 64
@@ -156,13 +172,14 @@ def linear_cross_entropy(
 
     Returns:
         The loss: (N..), or () if reduced, in float32 (float64 for float64), the same on all IPUs. With
-        return_log_sum_exp also the log-sum-exp, (N..) in the same dtype, even for tokens that don't count.
+        return_log_sum_exp also the log-sum-exp, and with return_entropy the entropy of the softmax, (N..) in the same
+        dtype, even for tokens that don't count.
 
     Raises:
         ValueError: shapes or dtypes don't fit together; a shard does not fit `size` or `tokens`; by their types,
             `hidden` without `tokens`, labels or `weights` differ between the IPUs of `axis`, or a shard does not; an
-            option is out of range; gradients="forward" is given for a loss that is not reduced, for soft targets or
-            with the log-sum-exp; or the enclosing shard_map has no axis `axis`.
+            option is out of range; gradients="forward" is given for a loss that is not reduced, for soft targets, or
+            with the log-sum-exp or the entropy; or the enclosing shard_map has no axis `axis`.
 
     Example:
         >>> from functools import partial
@@ -174,11 +191,12 @@ def linear_cross_entropy(
         1.3862944
     """
     split = split_over(whole_number("size", size, at_least=1), one_axis(axis))
-    checked_options(out_of_range, reduction, return_log_sum_exp)
+    checked_options(out_of_range, reduction, return_log_sum_exp=return_log_sum_exp, return_entropy=return_entropy)
     labels = array_like("labels", labels)
     are_soft = jnp.issubdtype(labels.dtype, jnp.floating)
-    way = _way(gradients, reduction, is_soft=are_soft, wants_lse=bool(return_log_sum_exp))
-    terms = checked_terms(Terms(split, axis, label_smoothing, z_loss, soft_cap, temperature))
+    also = [name for name, wanted in (("log_sum_exp", return_log_sum_exp), ("entropy", return_entropy)) if wanted]
+    way = _way(gradients, reduction, is_soft=are_soft, also=also)
+    terms = checked_terms(Terms(split, axis, label_smoothing, z_loss, soft_cap, temperature, bool(return_entropy)))
     hidden, table, bias = _checked_operands(hidden, table, bias, tokens, split, axis)
     weights = None if weights is None else checked_weights(weights)
     for name, per_token in (("labels", None if are_soft else labels), ("weights", weights)):
@@ -203,24 +221,24 @@ def linear_cross_entropy(
         return sum_of_losses(Operands(*operands, targets), factors_N, terms, chunks)
     targets = as_varying(targets, axes) if are_soft else targets
     outputs: Any = token_losses(Operands(*operands, targets), terms, chunks, bool(return_log_sum_exp))
-    loss, lse_N = total(outputs[0].reshape(shape[:-1])), outputs[1]
-    return loss if lse_N is None else (loss, lse_N.reshape(shape[:-1]))
+    loss, *others = (each.reshape(shape[:-1]) for each in outputs if each is not None)
+    return (total(loss), *others) if others else total(loss)
 
 
-def _way(gradients: Any, reduction: Reduction, *, is_soft: bool, wants_lse: bool) -> Literal["backward", "forward"]:
+def _way(gradients: Any, reduction: Reduction, *, is_soft: bool, also: list[str]) -> Literal["backward", "forward"]:
     """Return the pass in which the gradients are computed: `gradients` if given, else the default for the options."""
     if gradients is None:
-        return "backward" if reduction == "none" or is_soft or wants_lse else "forward"
+        return "backward" if reduction == "none" or is_soft or also else "forward"
     one_of("gradients", gradients, ("backward", "forward"))
     if gradients == "forward" and reduction == "none":
         raise ValueError(
             "gradients='forward' computes them before each token's cotangent is known, so the loss must be reduced: "
             "use reduction='mean' or 'sum', or gradients='backward'"
         )
-    if gradients == "forward" and wants_lse:
+    if gradients == "forward" and also:
         raise ValueError(
-            "gradients='forward' computes them before the cotangent of the log-sum-exp is known: use "
-            "gradients='backward' with return_log_sum_exp=True"
+            f"gradients='forward' computes them before the cotangent of the {also[0].replace('_', '-')} is known: use "
+            f"gradients='backward' with return_{also[0]}=True"
         )
     if gradients == "forward" and is_soft:
         raise ValueError(

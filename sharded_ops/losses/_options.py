@@ -20,7 +20,7 @@ Reduction = Literal["none", "mean", "sum"]
 
 
 class LossOptions(TypedDict, total=False):
-    """The options of both losses besides `return_log_sum_exp`, for their overloads."""
+    """The options of both losses besides what they return, for their overloads."""
 
     size: Required[int]
     axis: str
@@ -50,16 +50,17 @@ def checked_terms(terms: Terms) -> Terms:
     )
 
 
-def checked_options(out_of_range: Any, reduction: Any, return_log_sum_exp: Any) -> None:
-    """Raise for an unknown value of one of these options.
+def checked_options(out_of_range: Any, reduction: Any, **bools: Any) -> None:
+    """Raise for an unknown value of one of these options; `bools` must be bools.
 
     Raises:
         ValueError: names the option, its value and the choices.
     """
     one_of("out_of_range", out_of_range, ("ignore", "nan", "clip"))
     one_of("reduction", reduction, ("none", "mean", "sum"))
-    if not isinstance(return_log_sum_exp, bool | np.bool_):
-        raise ValueError(f"return_log_sum_exp={shown(return_log_sum_exp)} is not a bool: give True or False")
+    for name, value in bools.items():
+        if not isinstance(value, bool | np.bool_):
+            raise ValueError(f"{name}={shown(value)} is not a bool: give True or False")
 
 
 def checked_weights(weights: ArrayLike) -> jax.Array:

@@ -20,6 +20,11 @@ loss is as exact as the dense program's, even for a confident prediction, whose 
 The gradient needs T and lse - T. Every IPU then knows them as exactly as the dense program, so the gradient sends
 nothing.
 
+With the entropy H = - sum of p_v log p_v, where p is the softmax of x, a shard sends one more float: e, the mean of
+x - t under the softmax of its own columns. Shard s has exp((t - T) + d - (lse - T)) of all probability, so that
+
+                 H     =  (lse - T) - sum over shards of  share * (e + t - T)
+
 (Megatron-LM and torch's loss_parallel use three all-reduces of one float per token: Shoeybi et al. 2019,
 arXiv:1909.08053, section 3. Subtracting a reference from the logits is the online softmax of Milakov and Gimelshein
 2018, arXiv:1805.02867.)
@@ -48,6 +53,7 @@ class Terms:
     z_loss: float = 0.0
     soft_cap: float | None = None
     temperature: float = 1.0
+    entropy: bool = False
 
 
 class Statistics(NamedTuple):
@@ -58,6 +64,7 @@ class Statistics(NamedTuple):
     label_logit_N: jax.Array | None  # 0 if the label is not among the columns; None with soft targets
     gap_N: jax.Array | None  # a: for soft targets, or only its smoothing part for labels; None without either
     mass_N: jax.Array | None  # b for soft targets; None for labels, whose b every IPU can compute
+    depth_N: jax.Array | None  # e; None without the entropy
 
 
 class RowStatistics(NamedTuple):
@@ -67,6 +74,7 @@ class RowStatistics(NamedTuple):
     rest_N: jax.Array  # lse - T
     loss_N: jax.Array
     mass_N: jax.Array | None  # the sum of all u_v for soft targets; None for labels
+    entropy_N: jax.Array | None  # H; None unless it is wanted
 
 
 def shard_start(terms: Terms) -> jax.Array:
@@ -107,7 +115,7 @@ def statistics(logits_NC: jax.Array, targets: jax.Array, first: int | jax.Array,
         terms: the options of the loss.
     """
     top_N, log_sum_N = top_and_log_sum(logits_NC, dim=-1)
-    label_logit_N = gap_N = mass_N = None
+    label_logit_N = gap_N = mass_N = depth_N = None
     below_top_NC = logits_NC - finite(top_N)[..., None]
     if is_soft(targets):
         u_NC = _weights(targets, first, terms)
@@ -121,7 +129,11 @@ def statistics(logits_NC: jax.Array, targets: jax.Array, first: int | jax.Array,
         label_logit_N = label_logit_N1[..., 0]
         if terms.label_smoothing:
             gap_N = _where_real(below_top_NC, first, terms, 0).sum(-1) * (terms.label_smoothing / terms.split.size)
-    return Statistics(top_N, log_sum_N, label_logit_N, gap_N, mass_N)
+    if terms.entropy:
+        own_NC = jnp.exp(below_top_NC - log_sum_N[..., None])
+        # -inf times 0 is NaN, also where it is only a factor of a derivative
+        depth_N = (own_NC * jnp.where(own_NC > 0, below_top_NC, 0)).sum(-1)
+    return Statistics(top_N, log_sum_N, label_logit_N, gap_N, mass_N, depth_N)
 
 
 def merge_tiles(a: Statistics, b: Statistics, masses: tuple[float | jax.Array, float | jax.Array]) -> Statistics:
@@ -136,27 +148,38 @@ def merge_tiles(a: Statistics, b: Statistics, masses: tuple[float | jax.Array, f
     top_N = jnp.maximum(a.top_N, b.top_N)
     shifts = [finite(part.top_N) - finite(top_N) for part in (a, b)]
     log_sum_N = log_sum_exp(jnp.stack([a.log_sum_N + shifts[0], b.log_sum_N + shifts[1]]))
-    label_logit_N = gap_N = mass_N = None
+    label_logit_N = gap_N = mass_N = depth_N = None
     if a.label_logit_N is not None and b.label_logit_N is not None:
         label_logit_N = a.label_logit_N + b.label_logit_N
     if a.mass_N is not None and b.mass_N is not None:
         masses, mass_N = (a.mass_N, b.mass_N), a.mass_N + b.mass_N
     if a.gap_N is not None and b.gap_N is not None:
         gap_N = a.gap_N + masses[0] * shifts[0] + b.gap_N + masses[1] * shifts[1]
-    return Statistics(top_N, log_sum_N, label_logit_N, gap_N, mass_N)
+    if a.depth_N is not None and b.depth_N is not None:
+        log_sums_2N = jnp.stack([a.log_sum_N + shifts[0], b.log_sum_N + shifts[1]])
+        depth_N = _mean_depth(log_sums_2N, jnp.stack([a.depth_N + shifts[0], b.depth_N + shifts[1]]), log_sum_N)
+    return Statistics(top_N, log_sum_N, label_logit_N, gap_N, mass_N, depth_N)
+
+
+def _mean_depth(log_sums_sN: jax.Array, depths_sN: jax.Array, log_sum_N: jax.Array) -> jax.Array:
+    """Return the mean of the depths of some parts of a row, each by its share of `log_sum_N`, the log of their sum."""
+    shares_sN = jnp.exp(log_sums_sN - log_sum_N)
+    return jnp.where(shares_sN > 0, shares_sN * depths_sN, 0).sum(0)
 
 
 def shard_summary(shard: Statistics, targets: jax.Array, terms: Terms) -> jax.Array:
-    """Return the numbers that a shard sends: (K, N..), with K = 3, or 4 with soft targets. Communicates nothing."""
-    top_N, log_sum_N, label_logit_N, gap_N, mass_N = shard
+    """Return the numbers that a shard sends: (K, N..). Communicates nothing.
+
+    K is 3; soft targets add one number, and the entropy adds the last one.
+    """
+    top_N, log_sum_N, label_logit_N, gap_N, mass_N, depth_N = shard
     if gap_N is None:
         gap_N = jnp.zeros_like(top_N)
     if label_logit_N is not None and terms.label_smoothing < 1:
         holds_label_N = targets // terms.split.local == lax.axis_index(terms.axis)
         label_gap_N = jnp.where(holds_label_N, label_logit_N - finite(top_N), 0)
         gap_N = gap_N + (1 - terms.label_smoothing) * label_gap_N
-    summary = [top_N, log_sum_N, gap_N]
-    return jnp.stack(summary if mass_N is None else [*summary, mass_N])
+    return jnp.stack([each for each in (top_N, log_sum_N, gap_N, mass_N, depth_N) if each is not None])
 
 
 def combine_shards(summaries_nKN: jax.Array, targets: jax.Array, terms: Terms) -> RowStatistics:
@@ -179,7 +202,11 @@ def combine_shards(summaries_nKN: jax.Array, targets: jax.Array, terms: Terms) -
     loss_N = (jnp.where(mass_nN == 0, 0, mass_nN * above_nN) - gap_nN).sum(0)
     if terms.z_loss:
         loss_N = loss_N + terms.z_loss * (base_N + rest_N) ** 2
-    return RowStatistics(base_N, rest_N, loss_N, mass_N)
+    entropy_N = None
+    if terms.entropy:
+        shifts_nN = references_nN - base_N
+        entropy_N = rest_N - _mean_depth(log_sum_nN + shifts_nN, summaries_nKN[:, -1] + shifts_nN, rest_N)
+    return RowStatistics(base_N, rest_N, loss_N, mass_N, entropy_N)
 
 
 def probabilities(
@@ -206,6 +233,14 @@ def loss_dlogits(
         p_NC = p_NC * scale_N[..., None]
     dlogits_NC = p_NC - _weights(targets, first, terms, logits_NC.shape[-1])
     return dlogits_NC if unread_N1 is False else jnp.where(unread_N1, 0, dlogits_NC)
+
+
+def entropy_dlogits(logits_NC: jax.Array, row: RowStatistics) -> jax.Array:
+    """Return the derivative of each token's entropy by the logits of a tile, -p (log p + H): (N.., C)."""
+    assert row.entropy_N is not None
+    p_NC = probabilities(logits_NC, row.base_N, row.rest_N)
+    log_p_NC = (logits_NC - row.base_N[..., None]) - row.rest_N[..., None]
+    return -p_NC * (jnp.where(logits_NC == -jnp.inf, 0, log_p_NC) + row.entropy_N[..., None])
 
 
 def loss_dtargets(logits_NC: jax.Array, row: RowStatistics, first: int | jax.Array, terms: Terms) -> jax.Array:

@@ -24,6 +24,7 @@ from sharded_ops.losses._statistics import (
     Statistics,
     Terms,
     combine_shards,
+    entropy_dlogits,
     is_soft,
     loss_dlogits,
     loss_dtargets,
@@ -37,7 +38,7 @@ from sharded_ops.losses._statistics import (
 
 _Carry = TypeVar("_Carry")
 
-_FLOATS, _SOFT_FLOATS = 3, 4  # floats per token in the `shard_summary`: for labels, and for soft targets
+_FLOATS = 3  # per token in the `shard_summary`, besides one with soft targets, and one with the entropy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,17 +61,20 @@ class Operands(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def token_losses(
     operands: Operands, terms: Terms, chunks: Chunks, wants_lse: bool
-) -> tuple[jax.Array, jax.Array | None]:
-    """Return each token's loss, and with `wants_lse` its log-sum-exp. The backward pass computes the logits again.
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Return each token's loss, with `wants_lse` its log-sum-exp, and with `terms.entropy` its entropy.
 
-    Forward: one all-gather of 3 floats per token, 4 with soft targets. Backward: nothing.
+    The backward pass computes the logits again.
+
+    Forward: one all-gather of 3 floats per token, one more with soft targets, and one more with the entropy. Backward:
+    nothing.
     """
     return _forward(operands, terms, chunks, wants_lse)[0]
 
 
 def _forward(
     operands: Operands, terms: Terms, chunks: Chunks, wants_lse: bool
-) -> tuple[tuple[jax.Array, jax.Array | None], Any]:
+) -> tuple[tuple[jax.Array, jax.Array | None, jax.Array | None], Any]:
     hidden_ND, table_VD, bias_V, targets = operands
     axes = varying_axes(hidden_ND)
     wide = jnp.promote_types(hidden_ND.dtype, jnp.float32)
@@ -78,7 +82,7 @@ def _forward(
 
     def summarise_tokens(start: Any, tokens: int, summary_KN: jax.Array) -> jax.Array:
         chunk_ND, of_chunk = (lax.dynamic_slice_in_dim(x, start, tokens) for x in (hidden_ND, targets))
-        chunk_ND = _read_tokens(chunk_ND, of_chunk, wants_lse)
+        chunk_ND = _read_tokens(chunk_ND, of_chunk, wants_lse or terms.entropy)
 
         def merge_tile(column: Any, columns: int, before: Statistics) -> Statistics:
             tile_CD = lax.dynamic_slice_in_dim(table_VD, column, columns)
@@ -90,17 +94,18 @@ def _forward(
         zeros_N = as_varying(jnp.zeros(tokens, wide), axes)
         lowest_N = zeros_N - jnp.inf
         gap_N = zeros_N if terms.label_smoothing or soft else None
-        no_columns = Statistics(lowest_N, lowest_N, None if soft else zeros_N, gap_N, zeros_N if soft else None)
+        mass_N, depth_N = (zeros_N if wanted else None for wanted in (soft, terms.entropy))
+        no_columns = Statistics(lowest_N, lowest_N, None if soft else zeros_N, gap_N, mass_N, depth_N)
         shard = for_chunks(table_VD.shape[0], chunks.columns, merge_tile, no_columns)
         chunk_summary_KN = shard_summary(shard, of_chunk, terms)
         return lax.dynamic_update_slice_in_dim(summary_KN, chunk_summary_KN, start, axis=1)
 
     tokens = hidden_ND.shape[0]
-    summary_KN = as_varying(jnp.zeros((_SOFT_FLOATS if soft else _FLOATS, tokens), wide), axes)
+    summary_KN = as_varying(jnp.zeros((_FLOATS + soft + terms.entropy, tokens), wide), axes)
     summary_KN = for_chunks(tokens, chunks.tokens, summarise_tokens, summary_KN)
     row = combine_shards(gather_to_all(summary_KN, terms.axis), targets, terms)
     loss_N = row.loss_N if soft else jnp.where(targets >= 0, row.loss_N, 0)
-    outputs = (loss_N, row.base_N + row.rest_N if wants_lse else None)
+    outputs = (loss_N, row.base_N + row.rest_N if wants_lse else None, row.entropy_N)
     return outputs, (operands, row)
 
 
@@ -120,7 +125,8 @@ def _backward(terms: Terms, chunks: Chunks, wants_lse: bool, residuals: Any, cot
             dhidden_ND, dtile, dtargets_NV = carry
             cut = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=tokens)
             chunk_ND, of_chunk, of_outputs, chunk_row = jax.tree.map(cut, (hidden_ND, targets, cotangents, row))
-            chunk_ND, of_tile = _read_tokens(chunk_ND, of_chunk, wants_lse), _of_columns(of_chunk, column, columns)
+            chunk_ND = _read_tokens(chunk_ND, of_chunk, wants_lse or terms.entropy)
+            of_tile = _of_columns(of_chunk, column, columns)
             dchunk_ND, parts, dtargets_NC = _tile_gradients(
                 chunk_ND, tile, of_tile, chunk_row, of_outputs, first, terms
             )
@@ -255,17 +261,17 @@ def _tile_gradients(
 def _dlogits(
     logits_NC: jax.Array, of_tile: jax.Array, row: RowStatistics, of_outputs: Any, first: jax.Array, terms: Terms
 ) -> jax.Array:
-    """Return the derivative of sum(loss * its cotangent + log-sum-exp * its cotangent) by a tile's logits."""
-    dloss_N, dlse_N = of_outputs
+    """Return the derivative of sum(output * its cotangent), over loss, log-sum-exp and entropy, by a tile's logits."""
+    dloss_N, dlse_N, dentropy_N = of_outputs
     dlogits_NC = loss_dlogits(logits_NC, of_tile, row, first, terms) * dloss_N[:, None]
-    if dlse_N is None:
-        return dlogits_NC
-    return dlogits_NC + probabilities(logits_NC, row.base_N, row.rest_N) * dlse_N[:, None]
+    if dlse_N is not None:
+        dlogits_NC += probabilities(logits_NC, row.base_N, row.rest_N) * dlse_N[:, None]
+    return dlogits_NC if dentropy_N is None else dlogits_NC + entropy_dlogits(logits_NC, row) * dentropy_N[:, None]
 
 
-def _read_tokens(chunk_ND: jax.Array, of_chunk: jax.Array, wants_lse: bool) -> jax.Array:
-    """Return the tokens, with 0 for those that are not read. With soft targets or `wants_lse`, all are read."""
-    return chunk_ND if wants_lse or is_soft(of_chunk) else counted_tokens(chunk_ND, of_chunk)
+def _read_tokens(chunk_ND: jax.Array, of_chunk: jax.Array, reads_all: bool) -> jax.Array:
+    """Return the tokens, with 0 for those that are not read. With soft targets or `reads_all`, all are read."""
+    return chunk_ND if reads_all or is_soft(of_chunk) else counted_tokens(chunk_ND, of_chunk)
 
 
 def _of_columns(of_chunk: jax.Array, column: Any, columns: int) -> jax.Array:

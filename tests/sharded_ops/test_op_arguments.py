@@ -168,6 +168,7 @@ RULES = {
     "ignore_index": [_rule(INT, LABEL, 0.5)],
     "out_of_range": [_rule(UNKNOWN, "use 'ignore', 'nan' or 'clip'", "drop", None, 3, ("nan",), ["nan"], True)],
     "return_log_sum_exp": [_rule("is not a bool", "True or False", None, 1)],
+    "return_entropy": [_rule("is not a bool", "True or False", None, 1)],
     "gradients": [_rule(UNKNOWN, "use 'backward' or 'forward'", "both")],
     "token_chunk": _CHUNK,
     "column_chunk": _CHUNK,

@@ -126,6 +126,7 @@ FLOATS = np.ones((3, 2), np.float32)
     (lambda o: cross_entropy(o, bias=o.x[:2, :1]), "float32 and shape (2, 1)", "a floating array of 1 dim"),
     (lambda o: cross_entropy(o, bias=o.scale.astype(int)), "int32 and shape (2,)", "a floating array of 1 dim"),
     (lambda o: cross_entropy(o, **FORWARD, return_log_sum_exp=True), "log-sum-exp is known", "gradients='backward'"),
+    (lambda o: cross_entropy(o, **FORWARD, return_entropy=True), "entropy is known", "backward' with return_entropy"),
     (lambda o: cross_entropy(o, **FORWARD, labels=FLOATS), "as large as the logits", "gradients='backward'"),
     (lambda o: cross_entropy(o, labels=np.ones((3, 4), np.float32)), "soft targets, of shape (3, 4)", "split them as"),
     (lambda o: cross_entropy(o, labels=FLOATS, ignore_index=0), "ignore_index=0", "a weight of 0"),

@@ -94,7 +94,7 @@ def of_each(
 def dense_of_each(options: Sequence[dict[str, Any]], logits: Any, labels: Any, weights: Any, soft: Any = None) -> Any:
     """Return the same as `of_each` of `dense_loss`, which has no chunks and one way to make gradients."""
 
-    of_program = ("gradients", "token_chunk", "column_chunk", "return_log_sum_exp")
+    of_program = ("gradients", "token_chunk", "column_chunk", "return_log_sum_exp", "return_entropy")
 
     def loss(target: Any, **entry: Any) -> Any:
         others = {k: v for k, v in entry.items() if k not in of_program}
@@ -102,8 +102,12 @@ def dense_of_each(options: Sequence[dict[str, Any]], logits: Any, labels: Any, w
         found = dense_loss(logits, target, soft=is_soft, weighted=entry["weights"] is not None, **others)
         cap = entry.get("soft_cap")
         x = logits if cap is None else cap * jnp.tanh(logits / cap)
-        log_sum_exp = jax.nn.logsumexp(x / entry.get("temperature", 1.0), -1)
-        return (found, log_sum_exp) if entry.get("return_log_sum_exp") else found
+        log_p = jax.nn.log_softmax(x := x / entry.get("temperature", 1.0))
+        others = {
+            "return_log_sum_exp": jax.nn.logsumexp(x, -1),
+            "return_entropy": -jnp.where(log_p == -jnp.inf, 0, jnp.exp(log_p) * log_p).sum(-1),
+        }
+        return (found, *(each for name, each in others.items() if entry.get(name)))
 
     return of_each(options, loss, labels, weights, soft)
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from sharded_ops import Split, log_softmax_cross_entropy
-from support.harness import MODES, collectives, normal, on_ipus, padded
+from support.harness import MODES, collectives, normal, on_ipus, padded, split_vjp
 from support.losses import COLUMNS, EXTREMES, dense_loss, in_float64, sharded_cross_entropy
 
 # Labels
@@ -129,6 +129,22 @@ def test_extreme_logits(mode):
     np.testing.assert_array_equal(loss[~is_finite], np.inf)
     np.testing.assert_allclose(loss[is_finite], want_loss[is_finite], rtol=2e-6, atol=1e-7)
     np.testing.assert_allclose(dlogits, want_dlogits, rtol=0, atol=4e-7)
+
+
+def test_the_entropy_of_extreme_logits():
+    """Columns of probability 0 add nothing, and make nothing NaN."""
+    logits, labels = np.array([row for row, _ in EXTREMES], np.float32), np.full(len(EXTREMES), -1, np.int32)
+    *_, log_p = in_float64(logits, labels)
+    p, log_p = np.exp(log_p), np.where(log_p > -np.inf, log_p, 0)
+    want = -(p * log_p).sum(-1)
+
+    def entropy(logits, labels, size):
+        return log_softmax_cross_entropy(logits, labels, size=size, return_entropy=True)[1]
+
+    ct = np.ones(len(EXTREMES), np.float32)
+    got, (dlogits,) = split_vjp(entropy, "untyped-inside", 3, [logits], [labels], dims=[1], ct=ct, size=7)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-7)
+    np.testing.assert_allclose(dlogits, -p * (log_p + want[:, None]), rtol=0, atol=2e-7)
 
 
 @pytest.mark.slow

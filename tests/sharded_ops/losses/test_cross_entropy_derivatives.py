@@ -37,8 +37,8 @@ def _derivatives(loss, args, directions, total=lambda x: x):
 
 
 def _both_targets(logits, soft, weights, labels, *, op):
-    hard = op(logits, labels, weights=weights, ignore_index=1, **DERIVED)
-    return hard + op(logits, soft, weights=weights, **DERIVED)
+    hard, entropy = op(logits, labels, weights=weights, ignore_index=1, return_entropy=True, **DERIVED)
+    return hard + entropy + op(logits, soft, weights=weights, **DERIVED)
 
 
 @pytest.mark.slow
@@ -71,7 +71,9 @@ def test_derivatives_of_every_order_and_mode(mode):
 
         def dense(logits, soft, weights):
             hard = dense_loss(logits, labels, weights, weighted=True, ignore_index=1, **DERIVED)
-            return hard + _dense_soft(logits, soft, weights)
+            x = DERIVED["soft_cap"] * jnp.tanh(logits / DERIVED["soft_cap"]) / DERIVED["temperature"]
+            entropy = -(jax.nn.softmax(x) * jax.nn.log_softmax(x)).sum(-1)
+            return hard + entropy + _dense_soft(logits, soft, weights)
 
         want = jax.jit(lambda *args: _derivatives(dense, args, directions))(*args)
         # wanted and found are tuples of tuples of the same structure

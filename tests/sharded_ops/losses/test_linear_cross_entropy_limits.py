@@ -170,10 +170,20 @@ def test_second_derivatives_are_those_of_the_dense_program(over, gradients, redu
         def each_ipu(hidden, table, weights):
             op = functools.partial(linear_cross_entropy, labels=labels, size=7, reduction=reduction)
             op = functools.partial(op, gradients=gradients, token_chunk=2, column_chunk=2)
-            return op(hidden, table, weights=weights, **options)
+            if gradients == "forward":
+                return op(hidden, table, weights=weights, **options)
+            losses, entropy = op(hidden, table, weights=weights, return_entropy=True, **options)
+            return losses + entropy if losses.ndim else losses + entropy.sum()
 
         def dense(hidden, table, weights):
-            return dense_loss(hidden @ table.T, labels, weights, weighted=True, reduction=reduction, **options)
+            logits = hidden @ table.T
+            losses = dense_loss(logits, labels, weights, weighted=True, reduction=reduction, **options)
+            if gradients == "forward":
+                return losses
+            cap = options.get("soft_cap")
+            logits = cap * jnp.tanh(logits / cap) if cap else logits / options["temperature"]
+            entropy = -(jax.nn.softmax(logits) * jax.nn.log_softmax(logits)).sum(-1)
+            return losses + entropy if losses.ndim else losses + entropy.sum()
 
         def pad(xs):
             return xs[0], split.pad(xs[1], 0), xs[2]

@@ -34,7 +34,7 @@ FEATURES = 4
 WEIGHTED: dict[str, Any] = {"weighted": True, "reduction": "mean"}
 SMOOTHED = {"label_smoothing": 0.2, "z_loss": 0.05}
 ALL: dict[str, Any] = {"label_smoothing": 0.3, "z_loss": 0.1, "soft_cap": 4.0, "temperature": 2.0}
-LSE = {"return_log_sum_exp": True}
+LSE, ENTROPY = {"return_log_sum_exp": True}, {"return_entropy": True}
 CHUNKS = {"token_chunk": 3, "column_chunk": 2}  # which do not divide 5 or 7 tokens and the rows of each IPU
 # `soft`, `weighted` and `bias` say which operands an entry uses; `cut`, that hidden states are scattered over tokens.
 LOSSES: dict[str, dict[str, Any]] = {
@@ -44,10 +44,10 @@ LOSSES: dict[str, dict[str, Any]] = {
     "logits mean": {"reduction": "mean"},
     "logits clip": {"soft_cap": 3.0, "temperature": 0.7, "out_of_range": "clip", "weighted": True} | LSE,
     "logits all smoothed": {"label_smoothing": 1.0, "soft_cap": 5.0, "reduction": "sum", "ignore_index": -100},
-    "logits everything": ALL | WEIGHTED | {"ignore_index": 2} | LSE,
-    "logits soft": {"soft": True, "weighted": True},
+    "logits everything": ALL | WEIGHTED | {"ignore_index": 2} | LSE | ENTROPY,
+    "logits soft": {"soft": True, "weighted": True} | ENTROPY,
     "logits soft mean": {"soft": True, "soft_cap": 6.0} | SMOOTHED | WEIGHTED | LSE,
-    "linear ignored": {"weighted": True, "ignore_index": 2},
+    "linear ignored": {"weighted": True, "ignore_index": 2} | ENTROPY | CHUNKS,
     "linear smoothed sum": {"weighted": True, "reduction": "sum"} | SMOOTHED | CHUNKS,
     "linear mean": {"reduction": "mean"} | CHUNKS,
     "linear clip": {"soft_cap": 3.0, "out_of_range": "clip", "weighted": True},
@@ -56,8 +56,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "linear forward sum": {"gradients": "forward", "out_of_range": "clip", "weighted": True, "reduction": "sum"},
     "linear bias": ALL | WEIGHTED | {"bias": True, "gradients": "forward"} | CHUNKS,
     "linear bias cut": ALL | WEIGHTED | {"bias": True, "cut": True, "gradients": "forward"} | CHUNKS,
-    "linear log-sum-exp cut": ALL | LSE | {"bias": True, "cut": True, "weighted": True, "token_chunk": 2},
-    "linear soft": ALL | LSE | {"bias": True, "soft": True, "weighted": True} | CHUNKS,
+    "linear entropy cut": ALL | LSE | ENTROPY | {"bias": True, "cut": True, "weighted": True, "token_chunk": 2},
+    "linear soft": ALL | ENTROPY | {"bias": True, "soft": True, "weighted": True} | CHUNKS,
 }
 
 
@@ -168,7 +168,7 @@ def _assert_like_groups(got, want, largest):
 
 # What always runs: a few losses, typed and untyped, inside and outside.
 QUICK = {
-    "untyped-inside-4x10-bfloat16": ("logits everything", "linear log-sum-exp cut"),
+    "untyped-inside-4x10-bfloat16": ("logits everything", "linear entropy cut"),
     "typed-inside-8x5-float32": ("logits plain", "linear bias cut"),
     "untyped-outside-2x2x11-float32": ("logits ignored", "linear backward"),
 }
