@@ -54,7 +54,6 @@ _LEFT, _ABOVE, _BELOW, _UPDATE_GAP, _UPDATE_WIDTH = 48.0, 22.0, 22.0, 6.0, 16.0
 _ROOM = WIDTH - _LEFT - _UPDATE_GAP - _UPDATE_WIDTH - MARGIN
 _WIDEST_UNIT, _NARROWEST_CELL, _NARROWEST_WITH_EDGE, _MOST_BANDS = 48.0, 2.25, 6.0, 6
 _LEAST_TEXT, _MOST_DARK = 6.0, 8
-_ROUNDING = 5e-4  # of a bubble in a title
 
 
 def figure_of(table: Timetable, simulation: Simulation | None, usual: Callable[[], Simulation]) -> "Figure":
@@ -75,7 +74,8 @@ def figure_of(table: Timetable, simulation: Simulation | None, usual: Callable[[
     def draw(figure: "Figure") -> None:
         run = simulation or usual()
         cells, ticks = _cells(table, simulation)
-        if ticks and abs(_idle(cells, ticks, table.ipus) - run.bubble) > _ROUNDING:
+        busy = sum((cell.end - cell.start) * len(cell.rows) for cell in cells)
+        if ticks and abs(1.0 - busy / (ticks[-1] * table.ipus) - run.bubble) > 5e-4:  # as titles round it
             cells, ticks = _cells(table, run)
         _Picture(table, cells, ticks, has_costs=simulation is not None).draw(figure, run.bubble)
 
@@ -121,11 +121,6 @@ def _cells(table: Timetable, simulation: Simulation | None) -> tuple[list[_Cell]
             free[rows.start : rows.stop] = [end] * len(rows)
         cells.append(_Cell(start, end, task.kind, task.microbatch, stages, rows, chunk))
     return cells, [*ticks, max(free)] if simulation is None else []
-
-
-def _idle(cells: list[_Cell], ticks: list[float], ipus: int) -> float:
-    """Return the share of the picture that is hatched."""
-    return 1.0 - sum((cell.end - cell.start) * len(cell.rows) for cell in cells) / (ticks[-1] * ipus)
 
 
 def _check(table: Timetable, simulation: object) -> None:

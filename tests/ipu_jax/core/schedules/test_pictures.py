@@ -13,7 +13,6 @@ import pytest
 from ipu_jax.core.analysis.bytes_picture import bytes_figure
 from ipu_jax.core.schedules import SCHEDULES, Schedule, Task, make_schedule
 from ipu_jax.core.schedules.figures import BYTES
-from support import documents
 from support.refusals import refusals, refused
 
 pytest.importorskip("matplotlib")
@@ -249,20 +248,6 @@ def test_a_notebook_shows_a_schedule_and_its_figure_and_a_page_may_hold_them(mon
     for draw in (GROUPED.plot, GROUPED.to_svg):
         with pytest.raises(ImportError, match=r"^matplotlib cannot be imported: pip install 'ipu-jax\[plots\]'$"):
             draw()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["watching", "concepts"])
-def test_a_guide_draws_the_pictures_that_it_shows(name, tmp_path, monkeypatch):
-    page = documents.ROOT / f"docs/{name}.md"
-    monkeypatch.chdir(tmp_path)
-    drawing = [block for block in documents.blocks(page, "python") if ".plot(" in block]
-    exec("\n".join(drawing), {})
-    shown = re.findall(r"\]\(pictures/(.*svg)\)", page.read_text())
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(shown)
-    for name in shown:  # another version of matplotlib may write other bytes
-        new, old = (Page((folder / name).read_text()) for folder in (tmp_path, page.parent / "pictures"))
-        assert (new.words, new.cells, new.legend) == (old.words, old.cells, old.legend), name
 
 
 _OTHER = make_schedule("grouped", ipus=2, gradient_accumulation=2)
