@@ -74,9 +74,10 @@ def test_figures_stay_until_their_script_succeeds_again_or_is_gone(tmp_path, cap
     write_script(tmp_path, "one", figure("a", 1.0), then="sys.exit(3)")
     write_script(tmp_path, "two", figure("b", 2.0, at_most=1.0))
     older = run_of(Figure("a", 9.0))
-    results.write({"one": older, "gone": run_of(Figure("z", 9.0))}, folder=tmp_path)
+    kept = {name: run_of(Figure("y", 8.0)) for name in results.KEPT}  # plots show them
+    results.write({"one": older, "gone": run_of(Figure("z", 9.0)), **kept}, folder=tmp_path)
     assert run_all.main(["--only", "two"], tmp_path) == 1
-    assert figures_of(tmp_path) == {"one": [("a", 9.0)], "two": [("b", 2.0)]}
+    assert figures_of(tmp_path) == {"one": [("a", 9.0)], "two": [("b", 2.0)], **{name: [("y", 8.0)] for name in kept}}
     capfd.readouterr()
     for _ in range(2):
         assert run_all.main(["--only", "one"], tmp_path) == 1
