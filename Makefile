@@ -18,8 +18,10 @@ TESTS ?=
 # Of random programs: how long, and more flags for tests/random_programs/run.py, such as --kind ops or --seed 7.
 MINUTES ?= 60
 RANDOM_FLAGS ?=
-# For benchmarks/run_all.py, such as --only pipeline mnist, --limit 600 or --no-pictures.
+# For benchmarks/run_all.py, such as --only pipeline mnist, or --limit 600.
 BENCH_FLAGS ?=
+# Pictures to draw, such as zero-bubble-wave.svg: all, if it is empty.
+PICTURES ?=
 
 # What a finished .venv says of itself: a venv names its own folder in its scripts, so that one that was moved is broken.
 FINGERPRINT := $(CURDIR)
@@ -33,7 +35,7 @@ MINUTES_OF_CPU := 'NR == 2 { gsub("s", ""); split($$1, a, "m"); split($$2, b, "m
     printf "CPU time with the type checker: %.1f minutes\n", a[1] + b[1] + (a[2] + b[2]) / 60 }'
 
 .DEFAULT_GOAL := help
-.PHONY: help venv aot test test-all test-budget coverage random api mnist bench faults docs docs-serve format clean
+.PHONY: help venv aot test test-all test-budget coverage random api mnist bench faults pictures docs docs-serve format clean
 
 # A .venv that was left half-made, was moved, lost its Python, or has another one than PYTHON asks for is made anew.
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(FINGERPRINT))
@@ -131,6 +133,9 @@ bench: $(STAMP) ## run every benchmark, rewrite benchmarks/RESULTS.md, and check
 
 faults: $(STAMP) ## break a training in fifteen ways, 20 times each
 	$(BIN)/python benchmarks/faults.py --check
+
+pictures: $(STAMP) ## draw the pictures of the documentation, and run its notebook
+	PYTHONPATH=benchmarks:tests $(BIN)/python -m docs.website.pictures $(PICTURES)
 
 docs: $(STAMP) ## build the documentation into site/, and fail if a link leads nowhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -9,7 +9,6 @@ programs must still agree, and tests check that they do.
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import statistics
 import sys
@@ -145,6 +144,10 @@ class Figures:
         if figure.holds is False:
             self._short.append(name)
 
+    def add_curve(self, name: str, points: Iterable[float]) -> None:
+        """Record points for a plot of the documentation, and print nothing."""
+        self._write({"curve": name, "points": [float(f"{point:.3g}") for point in points]})
+
     def leave_out(self, what: str, needs: str) -> None:
         """Print that some figures are not measured here, and what they need."""
         told = f"{what}: not run, needs {needs}"
@@ -214,15 +217,6 @@ class Figures:
             print("falls short: " + "; ".join(self._short), file=sys.stderr)
             return 1
         return 0
-
-
-def drawable(path: str) -> str:
-    """Return the path if a picture can be drawn there; otherwise raise now, not after minutes of measuring."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("it needs matplotlib: pip install 'ipu-jax[plots]'")
-    if not Path(path).absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{str(Path(path).parent)!r} is not a folder: make it first")
-    return path
 
 
 def scanned(loss_of: Callable[[Any, Any], Any], *, sums: Any = None) -> Callable[[Any, Any], Any]:

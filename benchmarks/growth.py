@@ -5,7 +5,7 @@ layers of 256x256 on micro-batches of 64 rows; for the vocabulary it is four lay
 IPUs. Step times, and CPU times to trace, lower and compile, are relative to the unsharded program on all cores; the
 steps run in turn. Bytes are reported by XLA.
 
-    python benchmarks/growth.py [--check] [--only KIND] [--rounds N] [--plot FILE.svg]
+    python benchmarks/growth.py [--check] [--only KIND] [--rounds N]
 """
 
 import argparse
@@ -20,20 +20,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from figures import Figures, Program, drawable, scanned, side_by_side
+from figures import Figures, Program, scanned, side_by_side
 from ipu_jax import ALL_IPUS, Pipeline, Stage, configure, make_mesh
 from pipeline import layers
 from sharded_ops import log_softmax_cross_entropy, matmul
 
 WIDTH, ROWS, LAYERS = 256, 64, 8
 KINDS = ("micro-batches", "stages", "IPUs", "columns")
-PICTURE = "docs/pictures/growth.svg"
-TITLES = {
-    "micro-batches": "M (2 IPUs)",
-    "stages": "stages on 2 IPUs (M=8)",
-    "IPUs": "IPUs, a stage on each (M=8)",
-    "columns": "columns of the head (2 IPUs, M=4)",
-}
 SINGULAR = {"IPUs": "IPU"}
 SETTLED = (8, 32)  # the M from which memory must not grow, and the last M
 COLUMNS = (1024, 4096, 16384)
@@ -163,55 +156,9 @@ def measured(x: int, line: str, build: Build, rounds: int) -> Point:
     return Point(x, line, ratio, ours.bytes, dense.bytes, our_seconds / dense_seconds, difference)
 
 
-def plot(curves: dict[str, list[Point]], path: str) -> None:
-    """Draw a row per kind: step time, temporary bytes and compile time against the number that grows."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams |= {"svg.hashsalt": "growth", "svg.fonttype": "none"}  # the same figures give the same small file
-    figure, rows = plt.subplots(len(curves), 3, figsize=(10, 2.7 * len(curves)), layout="constrained", squeeze=False)
-    for row, (kind, points) in zip(rows, curves.items(), strict=True):
-        lines = dict.fromkeys(point.line for point in points)
-        of_time, of_bytes, of_compiling = row
-        for line, style in zip(lines, ("o-", "s--"), strict=False):
-            on = [point for point in points if point.line == line]
-            xs = [point.x for point in on]
-            of_time.plot(xs, [point.time for point in on], style, label=line)
-            of_bytes.plot(xs, [point.bytes / 1e6 for point in on], style, label=line)
-            of_compiling.plot(xs, [point.compile for point in on], style, label=line)
-        first = [point for point in points if point.line == points[0].line]
-        of_bytes.plot(
-            [point.x for point in first],
-            [point.unsharded_bytes / 1e6 for point in first],
-            "^:",
-            color="grey",
-            label="unsharded",
-        )
-        for axes, of_what in (
-            (of_time, "step time / unsharded"),
-            (of_bytes, "temporary MB per IPU"),
-            (of_compiling, "compile CPU time / unsharded"),
-        ):
-            axes.set_xscale("log", base=2)
-            axes.set(xlabel=TITLES[kind], ylim=(0, 1.15 * axes.get_ylim()[1]))
-            axes.set_xticks([point.x for point in first], [str(point.x) for point in first], minor=False)
-            axes.minorticks_off()
-            axes.grid(alpha=0.3)
-            axes.set_title(of_what, fontsize=10)
-            if axes is of_bytes or len(lines) > 1:
-                axes.legend(loc="best", fontsize=8)
-            if axes is not of_bytes:
-                axes.axhline(1, color="grey", linewidth=0.8)
-    figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
-    plt.close(figure)
-
-
 def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=KINDS, help="measure what grows with this alone")
     parser.add_argument("--rounds", type=int, default=8, help="steps of each program (default: %(default)s)")
-    parser.add_argument("--plot", type=drawable, metavar="FILE.svg", help="draw the curves")
 
 
 def main() -> int:
@@ -240,8 +187,6 @@ def main() -> int:
         of_head = {(point.x, point.line): point.bytes for point in curves["columns"]}
         both, one = (of_head[COLUMNS[-1], line] for line in ("head on both IPUs", "head on IPU 1"))
         figures.add(f"temporary bytes an IPU, {COLUMNS[-1]} columns, head on both IPUs / on IPU 1", both / one, 0.75)
-    if figures.args.plot:
-        plot(curves, figures.args.plot)
     return figures.status()
 
 

@@ -11,7 +11,7 @@ updates.
 The model is the one of `gpt.py`, with one table for embedding and projection. The text is this repository's own pages,
 as bytes. A curve is the mean loss of the last 50 updates, in nats per byte; a difference of curves is relative.
 
-    python benchmarks/long_run.py [--check] [--updates N] [--width D] [--layers L] [--plot FILE.svg]
+    python benchmarks/long_run.py [--check] [--updates N] [--width D] [--layers L]
 """
 
 import argparse
@@ -25,10 +25,9 @@ import numpy as np
 import optax
 
 import gpt
-from figures import Figures, drawable
+from figures import Figures
 from ipu_jax import Pipeline, TrainOptions, configure, make_train_step
 
-PICTURE = "docs/pictures/long_run.svg"
 DOCS = Path(__file__).parents[1] / "docs"
 IPUS, MICRO_BATCHES, SEQUENCES, LENGTH, HEADS = 4, 4, 1, 64, 4
 WINDOW = 50  # updates of which a point of a curve is the mean
@@ -98,39 +97,12 @@ def curve_of(losses: np.ndarray) -> np.ndarray:
     return np.convolve(losses, np.ones(WINDOW) / WINDOW, "valid")
 
 
-def plot(curves: dict[str, np.ndarray], path: str) -> None:
-    """Draw the curves, and below them how far each is from control's."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams |= {"svg.hashsalt": "long run", "svg.fonttype": "none"}  # the same curves give the same small file
-    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), layout="constrained", sharex=True)
-    thin = slice(None, None, 10)  # a point for every ten updates shows no less, and makes a small file
-    looks = (("black", "-"), ("grey", "-"), ("C0", "--"), ("C1", "-."), ("C2", "-"))
-    for (name, curve), (color, style) in zip(curves.items(), looks, strict=True):
-        updates = np.arange(WINDOW, WINDOW + len(curve))
-        above.plot(updates[thin], curve[thin], style, label=name, color=color)
-        if name != CONTROL:
-            difference = abs(curve / curves[CONTROL] - 1)
-            below.plot(updates[thin], difference[thin], style, color=color, linewidth=1)
-    above.set(ylabel=f"loss, mean of {WINDOW} updates", ylim=(0, None))
-    below.set(ylabel="relative difference from one device", xlabel="updates", yscale="log", ylim=(1e-8, 0.1))
-    for axes in (above, below):
-        axes.grid(alpha=0.3)
-    above.legend(loc="best", fontsize=8)
-    figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
-    plt.close(figure)
-
-
 def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--updates", type=_updates, default=3000, help="updates of each run (default: %(default)s)")
     parser.add_argument(
         "--width", type=_multiple, default=128, help="features of a token, a multiple of 4 (default: %(default)s)"
     )
     parser.add_argument("--layers", type=_multiple, default=4, help="blocks, a multiple of 4 (default: %(default)s)")
-    parser.add_argument("--plot", type=drawable, metavar="FILE.svg", help="draw the curves")
 
 
 def _updates(text: str) -> int:
@@ -165,12 +137,11 @@ def main() -> int:
     for name, curve in curves.items():
         if name != CONTROL:
             bound = RUNS[name][-1] if name in RUNS else None
-            difference = abs(curve / curves[CONTROL] - 1).max()
-            figures.add(f"largest relative difference of {updates} smoothed losses, {name}", difference, bound)
+            difference = np.maximum.accumulate(abs(curve / curves[CONTROL] - 1))
+            figures.add(f"largest relative difference of {updates} smoothed losses, {name}", difference[-1], bound)
+            figures.add_curve(name, difference[::WINDOW])
     differing = int((losses["1f1b"] != losses["zb-h1"]).sum())
     figures.add("updates whose loss differs in a bit, zb-h1 / 1f1b", differing, 0)
-    if args.plot:
-        plot(curves, args.plot)
     return figures.status()
 
 

@@ -13,6 +13,8 @@ FOLDER: Final = Path(__file__).parent
 DATA: Final = "results.json"
 TABLE: Final = "RESULTS.md"
 UNKNOWN: Final = "unknown"
+KEPT: Final = ("distributed_lesson",)
+"""Scripts that are gone, with figures that a page shows: the run's commit has the script."""
 STEADINESS: Final = "median / least step time"
 """The prefix of figures that judge the machine: whether other load blurred the step times of the same script."""
 
@@ -63,6 +65,7 @@ class Run:
             noted.
         figures: in the order in which the script added them.
         left_out: what was not measured, and what measuring it needs.
+        curves: points for the plots of the documentation, by name; the table leaves them out.
         problem: why the run did not end as it should; "" if it did.
     """
 
@@ -77,6 +80,7 @@ class Run:
     problem: str = ""
     commit: str = ""
     card: str = ""
+    curves: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def falls_short(self) -> bool:
@@ -97,8 +101,14 @@ def read(folder: Path = FOLDER) -> dict[str, Run]:
     return {script: _run_of(**run) for script, run in json.loads(data.read_text())["runs"].items()}
 
 
-def _run_of(figures: Iterable[Mapping[str, Any]], left_out: Iterable[str], **rest: Any) -> Run:
-    return Run(figures=tuple(Figure(**figure) for figure in figures), left_out=tuple(left_out), **rest)
+def _run_of(
+    figures: Iterable[Mapping[str, Any]],
+    left_out: Iterable[str],
+    curves: Mapping[str, Iterable[float]] | None = None,
+    **rest: Any,
+) -> Run:
+    points = {name: tuple(values) for name, values in (curves or {}).items()}
+    return Run(figures=tuple(Figure(**figure) for figure in figures), left_out=tuple(left_out), curves=points, **rest)
 
 
 def write(runs: Mapping[str, Run], *, not_run: Iterable[str] = (), folder: Path = FOLDER) -> None:
@@ -108,8 +118,10 @@ def write(runs: Mapping[str, Run], *, not_run: Iterable[str] = (), folder: Path 
         fields = dataclasses.asdict(run)
         # a line per figure, so that a difference between two versions of the file shows which figures changed
         figures = ",\n".join(f"      {json.dumps(figure)}" for figure in fields.pop("figures"))
+        curves = [f"      {json.dumps(name)}: {json.dumps(points)}" for name, points in fields.pop("curves").items()]
+        of_curves = ',\n      "curves": {\n' + ",\n".join(curves) + "\n      }" if curves else ""
         head = json.dumps(fields, indent=6, ensure_ascii=False).removesuffix("\n}")
-        parts.append(f'    {json.dumps(script)}: {head},\n      "figures": [\n{figures}\n      ]\n    }}')
+        parts.append(f'    {json.dumps(script)}: {head},\n      "figures": [\n{figures}\n      ]{of_curves}\n    }}')
     (folder / DATA).write_text('{\n  "runs": {\n' + ",\n".join(parts) + "\n  }\n}\n")
     (folder / TABLE).write_text(as_markdown(runs, not_run))
 

@@ -7,7 +7,7 @@ pipeline (`rivals_of/usual_idiom.py`) on the model of `pipeline.py`: eight relu 
 micro-batches of 64 rows, with the layers once as plain code and once as a scan over stacked weights. No step that is
 timed includes an optimizer.
 
-    python benchmarks/rivals.py [--check] [--only torch|idiom] [--plot FILE.png]
+    python benchmarks/rivals.py [--check] [--only torch|idiom]
 """
 
 import argparse
@@ -23,7 +23,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from figures import Cost, Costs, Figures, Program, cost_of, drawable, largest_relative_difference, side_by_side
+from figures import Cost, Costs, Figures, Program, cost_of, largest_relative_difference, side_by_side
 from ipu_jax import Pipeline, Stage, configure, make_mesh, make_train_step
 from mnist_example.model import init_params, make_pipeline
 from pipeline import STAGES, batch_of, layers, model
@@ -42,8 +42,6 @@ RATE, MOMENTUM = 0.01, 0.9
 MOST_DIFFERENCE = {"float32": 1e-4, "float64": 1e-12}
 THREADS = (1, 2)  # of each torch process; the figures use the better of the two
 ROUNDS, STEPS = 6, 2
-PLOT_TIMED, PLOT_ROUNDS = (4, 8, 16, 32), 3  # M, and the number of rounds: few, since many micro-batches take long
-PICTURE = "docs/pictures/rivals-memory.png"
 COUNTS = (4, 8, 16, 32, 64)  # M for the memory figures
 TIMED = 16  # of these, the M of the figures of time
 
@@ -223,48 +221,8 @@ def idiom_figures(figures: Figures) -> None:
             figures.add(f"temporary bytes / {name}, {kind}, M={COUNTS[-1]}", fewer, 1 / 6 if bounded else None)
 
 
-def plot(path: str) -> None:
-    """Draw how step time and temporary bytes grow with M, for each model and each program."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, rows = plt.subplots(2, 2, figsize=(10, 7.5), layout="constrained")
-    for (kind, (run_layers, weights)), (of_time, of_memory) in zip(models().items(), rows, strict=True):
-        names = [name for name in (OURS, *VARIATIONS) if name != SKIPS]  # SKIPS would be off the scale
-        seconds: dict[str, list[float]] = {name: [] for name in names}
-        megabytes: dict[str, list[float]] = {name: [] for name in names}
-        for m in COUNTS:
-            compiled = programs(run_layers, weights, m)
-            for name in names:
-                megabytes[name].append(compiled[name].bytes / 1e6)
-            if m not in PLOT_TIMED:
-                continue
-            costs = side_by_side(*(compiled[name] for name in names), rounds=PLOT_ROUNDS, warm_up=0)
-            for name, cost in zip(names, costs, strict=True):
-                seconds[name].append(cost.wall)
-        for name, style in zip(names, ("o-", "s--", "^:"), strict=True):
-            of_time.plot(PLOT_TIMED, seconds[name], style, label=name)
-            of_memory.plot(COUNTS, megabytes[name], style, label=name)
-        of_time.set(title=f"step time, {kind}", ylabel="seconds", xticks=PLOT_TIMED)
-        of_memory.set(title=f"temporary memory, {kind}", ylabel="MB per IPU", xticks=COUNTS)
-        for axes in (of_time, of_memory):
-            axes.set(xlabel="M, micro-batches per step", ylim=(0, None))
-            axes.grid(alpha=0.3)
-            axes.legend(loc="upper left")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=RIVALS, help="measure against this rival alone")
-    parser.add_argument(
-        "--plot",
-        metavar="FILE.png",
-        type=drawable,
-        help="also draw step time and memory over M, the usual idiom's and ours (takes minutes more)",
-    )
 
 
 def main() -> int:
@@ -285,8 +243,6 @@ def main() -> int:
         torch_figures(figures)
     if only != "torch":
         idiom_figures(figures)
-    if figures.args.plot:
-        plot(figures.args.plot)
     return figures.status()
 
 

@@ -1,15 +1,14 @@
 """Run every benchmark, each in a process of its own, and write what they found to `results.json` and `RESULTS.md`.
 
-    python benchmarks/run_all.py [--only NAME ...] [--limit SECONDS] [--no-pictures]
+    python benchmarks/run_all.py [--only NAME ...] [--limit SECONDS]
 
 A script is any file of this folder that runs as a program. If a script fails or does not run this time, its figures
 stay as they are. Files are written after each script, so that nothing is lost if the run is stopped. The exit status is
 1 if a script falls short of a bound this time, fails, or takes longer than its limit; the last lines name these
 scripts.
 
-A script is called with the flags that it names in a line such as `FLAGS = ("--full",)`. Scripts draw their own
-pictures: a script with a line such as `PICTURE = "docs/pictures/x.png"` is called with `--plot` and that path, a file
-or a folder, if matplotlib is installed.
+A script is called with the flags that it names in a line such as `FLAGS = ("--full",)`. `make pictures` draws the plots
+of the documentation from `results.json`.
 """
 
 import argparse
@@ -60,16 +59,13 @@ def constant_of(script: Path, name: str) -> Any:
     return None
 
 
-def measure(script: Path, *, limit: float = LIMIT, pictures: bool = True) -> Run:
+def measure(script: Path, *, limit: float = LIMIT) -> Run:
     """Run one script and return its results.
 
     Args:
         limit: seconds after which the script and its processes are ended.
-        pictures: whether the script draws its picture, if it has one.
     """
     command = [sys.executable, str(script), *(constant_of(script, "FLAGS") or ())]
-    if pictures and (picture := constant_of(script, "PICTURE")):
-        command += ["--plot", str(ROOT / picture)]
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "figures"
         date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M")
@@ -90,6 +86,7 @@ def measure(script: Path, *, limit: float = LIMIT, pictures: bool = True) -> Run
         problem=problem,
         commit=commit,
         card="".join(line["card"] for line in lines if "card" in line),
+        curves={line["curve"]: tuple(line["points"]) for line in lines if "curve" in line},
     )
 
 
@@ -161,12 +158,11 @@ def main(argv: Sequence[str] | None = None, folder: Path = results.FOLDER) -> in
     known = scripts(folder)
     args = _arguments(known, argv)
     chosen = [name for name in known if name in (args.only or known)]
-    pictures = not args.no_pictures and importlib.util.find_spec("matplotlib") is not None
-    runs = {name: run for name, run in results.read(folder).items() if name in known}
+    runs = {name: run for name, run in results.read(folder).items() if name in (*known, *results.KEPT)}
     short: dict[str, Run] = {}
     for k, name in enumerate(chosen):
         print(f"== {k + 1} of {len(chosen)}: {name}, load {os.getloadavg()[0]:.1f}", flush=True)
-        run = measure(known[name], limit=args.limit, pictures=pictures)
+        run = measure(known[name], limit=args.limit)
         runs[name] = latest(run, runs.get(name))
         results.write(runs, not_run=known.keys() - runs.keys(), folder=folder)
         print(f"== {name}: {run.seconds:.0f} s, {run.summary()}", flush=True)
@@ -184,7 +180,6 @@ def _arguments(known: Mapping[str, Path], argv: Sequence[str] | None) -> argpars
     parser = argparse.ArgumentParser(description="Runs the benchmarks, and writes benchmarks/RESULTS.md.")
     parser.add_argument("--only", nargs="+", choices=known, metavar="NAME", help=f"run these: {', '.join(known)}")
     parser.add_argument("--limit", type=_seconds, default=LIMIT, help="seconds for each script (default: %(default)g)")
-    parser.add_argument("--no-pictures", action="store_true", help="draw no pictures, which takes minutes less")
     return parser.parse_args(argv)
 
 

@@ -123,7 +123,7 @@ def as_markdown(notebook: Path) -> str:
 
 
 def _of_cell(cell: dict[str, Any]) -> str:
-    """Return a cell with its outputs, which are printed text or SVG.
+    """Return a cell with its outputs, which are printed text, HTML or SVG.
 
     >>> printed = {"output_type": "stream", "name": "stdout", "text": ["1\\n", "2\\n"]}
     >>> _of_cell({"cell_type": "code", "source": ["print(1)\\n", "print(2)"], "outputs": [printed]})
@@ -133,11 +133,18 @@ def _of_cell(cell: dict[str, Any]) -> str:
     if cell["cell_type"] == "markdown":
         return f"{source}\n"
     printed = "".join("".join(each["text"]) for each in cell["outputs"] if each.get("name") == "stdout")
-    pictures = [_image(each["data"]["image/svg+xml"]) for each in cell["outputs"] if each.get("name") != "stdout"]
+    shown = [_as_html(each["data"]) for each in cell["outputs"] if each.get("name") != "stdout"]
     text = f"```text\n{printed.rstrip()}\n```\n" if printed else ""
-    return "".join([f"```python\n{source}\n```\n", text, *pictures])
+    return "".join([f"```python\n{source}\n```\n", text, *shown])
 
 
-def _image(svg: list[str]) -> str:
-    data = base64.b64encode("".join(svg).encode()).decode()
-    return f"\n![The picture that the cell draws](data:image/svg+xml;base64,{data})\n"
+def _as_html(data: dict[str, list[str]]) -> str:
+    """Return the value of a cell as HTML, whose pictures are images, as on other pages."""
+    html = "".join(data.get("text/html") or data["image/svg+xml"])
+    shown = re.sub("<svg.*?</svg>", lambda svg: _image(svg[0]), html, flags=re.DOTALL)
+    return f"\n<div>{shown}</div>\n"
+
+
+def _image(svg: str) -> str:
+    data = base64.b64encode(svg.encode()).decode()
+    return f'<img alt="The picture that the cell draws" src="data:image/svg+xml;base64,{data}">'

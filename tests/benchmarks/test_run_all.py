@@ -1,7 +1,6 @@
 """Test that all benchmarks are run and kept in one table: figures, bounds, what is left out, what fails or hangs."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -42,13 +41,6 @@ def run_of(*figures: Figure, **more) -> Run:
     return Run("2026-11-22 12:00", "Some CPU, 2 cores", "Python 3.11", 7.4, 0.5, 1.25, figures, **more)
 
 
-def test_the_pictures_that_benchmarks_draw_are_there():
-    found = run_all.scripts(results.FOLDER)
-    pictures = [run_all.constant_of(path, "PICTURE") for path in found.values()]
-    assert "docs/pictures/growth.svg" in pictures
-    assert all((results.FOLDER.parent / picture).exists() for picture in pictures if picture)
-
-
 def test_the_readme_asks_a_question_for_each_benchmark():
     rows = re.findall(r"^\| `(\w+)\.py` \| .*\?", (results.FOLDER / "README.md").read_text(), re.MULTILINE)
     assert sorted(rows) == sorted([*run_all.scripts(results.FOLDER), "faults"])
@@ -60,7 +52,7 @@ def test_what_falls_short_fails_or_lacks_something_is_told_and_hides_nothing(tmp
     write_script(tmp_path, "crash", figure("before", 1.0), then="sys.exit(3)")
     write_script(tmp_path, "torchless", figure("ours", 1.0), {"left_out": "torch: not run, needs torch"})
     (tmp_path / "shared.py").write_text("raise SystemExit('no program')")
-    assert run_all.main(["--no-pictures"], tmp_path) == 1
+    assert run_all.main([], tmp_path) == 1
     assert capfd.readouterr().err.splitlines() == ["falls short: crash: exit status 3", "falls short: short: speed-up"]
     table = (tmp_path / "RESULTS.md").read_text()
     for row in (
@@ -82,9 +74,10 @@ def test_figures_stay_until_their_script_succeeds_again_or_is_gone(tmp_path, cap
     write_script(tmp_path, "one", figure("a", 1.0), then="sys.exit(3)")
     write_script(tmp_path, "two", figure("b", 2.0, at_most=1.0))
     older = run_of(Figure("a", 9.0))
-    results.write({"one": older, "gone": run_of(Figure("z", 9.0))}, folder=tmp_path)
+    kept = {name: run_of(Figure("y", 8.0)) for name in results.KEPT}  # plots show them
+    results.write({"one": older, "gone": run_of(Figure("z", 9.0)), **kept}, folder=tmp_path)
     assert run_all.main(["--only", "two"], tmp_path) == 1
-    assert figures_of(tmp_path) == {"one": [("a", 9.0)], "two": [("b", 2.0)]}
+    assert figures_of(tmp_path) == {"one": [("a", 9.0)], "two": [("b", 2.0)], **{name: [("y", 8.0)] for name in kept}}
     capfd.readouterr()
     for _ in range(2):
         assert run_all.main(["--only", "one"], tmp_path) == 1
@@ -133,12 +126,13 @@ def assert_ended(pid: int) -> None:
     raise AssertionError(f"process {pid} is alive")
 
 
-def test_a_script_gets_its_flags_and_draws_its_own_picture(tmp_path):
+def test_a_script_gets_its_flags_and_its_points_are_kept(tmp_path):
     then = f"open('{tmp_path}/flags', 'w').write(json.dumps(sys.argv[1:]))"
-    write_script(tmp_path, "draws", then=then, constants='PICTURE = "docs/pictures/some.png"\nFLAGS = ("--full",)\n')
-    for pictures, more in ((True, ["--plot", os.path.join(run_all.ROOT, "docs/pictures/some.png")]), (False, [])):
-        run_all.measure(tmp_path / "draws.py", pictures=pictures)
-        assert json.loads((tmp_path / "flags").read_text())[:-2] == ["--full", *more]
+    points = {"curve": "loss", "points": [2.0, 1.5]}
+    write_script(tmp_path, "draws", figure("a", 1.0), points, then=then, constants='FLAGS = ("--full",)\n')
+    run = run_all.measure(tmp_path / "draws.py")
+    assert json.loads((tmp_path / "flags").read_text())[:-2] == ["--full"]
+    assert (run.figures, run.curves) == ((Figure("a", 1.0),), {"loss": (2.0, 1.5)})
 
 
 def test_runs_are_read_as_they_were_written(tmp_path):
@@ -148,6 +142,7 @@ def test_runs_are_read_as_they_were_written(tmp_path):
             left_out=("z: not run, needs z",),
             commit="abc1234+",
             card="NVIDIA H200",
+            curves={"loss": (2.0, 1.5), "other": ()},
         ),
         "b": run_of(problem="exit status 1"),
     }

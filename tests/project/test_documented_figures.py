@@ -114,10 +114,19 @@ def test_the_measured_page_has_the_bytes_of_every_case():
 
 
 def test_the_figures_of_the_measured_page_are_those_of_the_benchmarks():
-    rows = re.findall(r"^\| (.*) \| (\d+\.\d\d|\d\.\de-\d\d) \|$", MEASURED_PAGE, re.MULTILINE)
-    assert len(rows) >= 25
-    for name, value in rows:
-        assert f"{BENCHMARKS[name]:{'.1e' if 'e-' in value else '.2f'}}" == value, name
+    _, *lines = (documents.ROOT / "tests/project/measured_rows.txt").read_text().splitlines()
+    listed = {row: (script, name) for row, script, name in (line.split(" | ") for line in lines)}
+    row = r"^\| (.*?) \| (\d+\.\d\d|\d\.\de-\d\d) \|(?: `(\w+)\.py` \|)?$"
+    shown = re.findall(row, MEASURED_PAGE, re.MULTILINE)
+    assert [name for name, *_ in shown] == [*listed]
+    for row, value, script in shown:
+        run, name = listed[row]
+        (figure,) = (one.value for one in results.read()[run].figures if one.name == name)
+        assert f"{figure:{'.1e' if 'e-' in value else '.2f'}}" == value, row
+        assert script in ("", run), row
+    opening = " ".join(MEASURED_PAGE.partition("\n## ")[0].split())
+    for name in ("usual idiom", "usual idiom with jax.checkpoint", "ipu_jax"):
+        assert f"{BENCHMARKS[f'temporary MB an IPU, {name}, plain layers, M=64']:.1f} MB" in opening
 
 
 def test_the_gains_of_a_schedule_made_for_costs_are_those_of_the_benchmark():

@@ -59,14 +59,15 @@ def test_the_notebook_shows_the_schedule_that_its_code_makes():
     labels = re.compile(r"<title>.*?</title>|<text [^>]*>.*?</text>")
     texts = lambda svg: [re.sub("<[^>]*>", "", label) for label in labels.findall(svg)]
     [stored] = [
-        "".join(output["data"]["image/svg+xml"])
+        "".join(output["data"]["text/html"])
         for cell in json.loads(NOTEBOOK.read_text())["cells"]
         for output in cell.get("outputs", [])
-        if "data" in output
+        if "text/html" in output.get("data", {})
     ]
-    drawn = documents.run(NOTEBOOK, "print(pipeline.schedule.to_svg())\n")
+    drawn = documents.run(NOTEBOOK, "print(pipeline._repr_html_())\n")
     assert len(texts(stored)) > 50
     assert texts(stored) == texts(drawn)
+    assert re.findall("<td.*?</td>", stored) == re.findall("<td.*?</td>", drawn)
     assert ("<pattern" in stored) == ("<pattern" in drawn), "one of them hatches what is idle"
 
 

@@ -8,8 +8,10 @@
     tick   0  1  2   3    ...
 
 Drawn by ticks, a task is one unit wide, and a tick is as wide as the IPU with the most tasks in it needs, so ramp-up
-has no half-empty ticks. Drawn by time, a task is as wide as its time in a `Simulation`. Long schedules continue in
-bands below, like lines of music. Lengths are in points (1/72 inch).
+has no half-empty ticks. Drawn by time, a task is as wide as its time in a `Simulation`. Ticks are drawn where the share
+that is hatched is then the bubble in the title. It is not if cells stand for unlike times: two stages in a cell, or a
+concurrent stage, which all IPUs share. Long schedules continue in bands below, like lines of music. Lengths are in
+points (1/72 inch).
 """
 
 import bisect
@@ -54,8 +56,12 @@ _WIDEST_UNIT, _NARROWEST_CELL, _NARROWEST_WITH_EDGE, _MOST_BANDS = 48.0, 2.25, 6
 _LEAST_TEXT, _MOST_DARK = 6.0, 8
 
 
-def figure_of(table: Timetable, simulation: Simulation | None, bubble: Callable[[], float]) -> "Figure":
-    """Return the picture as a figure, which a notebook shows; `Schedule.plot` documents the arguments."""
+def figure_of(table: Timetable, simulation: Simulation | None, usual: Callable[[], Simulation]) -> "Figure":
+    """Return the picture as a figure, which a notebook shows; `Schedule.plot` documents the arguments.
+
+    Args:
+        usual: returns the simulation with the costs of `Schedule.bubble`.
+    """
     size = sum(len(row) for _, rows in tables_of(table) for row in rows)
     if size > _MOST_TASKS:
         raise ValueError(
@@ -66,7 +72,12 @@ def figure_of(table: Timetable, simulation: Simulation | None, bubble: Callable[
         _check(table, simulation)
 
     def draw(figure: "Figure") -> None:
-        _Picture(table, *_cells(table, simulation)).draw(figure, simulation.bubble if simulation else bubble())
+        run = simulation or usual()
+        cells, ticks = _cells(table, simulation)
+        busy = sum((cell.end - cell.start) * len(cell.rows) for cell in cells)
+        if ticks and abs(1.0 - busy / (ticks[-1] * table.ipus) - run.bubble) > 5e-4:  # as titles round it
+            cells, ticks = _cells(table, run)
+        _Picture(table, cells, ticks, has_costs=simulation is not None).draw(figure, run.bubble)
 
     return drawn(draw)
 
@@ -128,8 +139,8 @@ def _check(table: Timetable, simulation: object) -> None:
 class _Picture:
     """Draws cells, by ticks or, without ticks, by time. `_row` is a row's height, and `_unit` the width of a unit."""
 
-    def __init__(self, table: Timetable, cells: list[_Cell], ticks: list[float]):
-        self._table, self._cells, self._ticks = table, cells, ticks
+    def __init__(self, table: Timetable, cells: list[_Cell], ticks: list[float], *, has_costs: bool):
+        self._table, self._cells, self._ticks, self._has_costs = table, cells, ticks, has_costs
         rows, micro_batches = table.ipus, len(table.forward[0])
         self._row = 28.0 if rows <= 4 else 22.0 if rows <= 8 else 15.0 if rows <= 16 else max(2.25, 240.0 / rows)
         self._end = end = ticks[-1] if ticks else max(cell.end for cell in cells)
@@ -278,7 +289,7 @@ class _Picture:
             numbers += ", s1 is stage 1"
         paler = "; paler: later stages of an IPU" if self._chunks > 1 else ""
         costs = "F, B and W of a stage cost the same" if self._table.weight else "B of a stage costs twice its F"
-        bubble = f"if {costs}" if self._ticks else "in this simulation, without the weight update"
+        bubble = "in this simulation, without the weight update" if self._has_costs else f"if {costs}"
         return f"{numbers}{paler}. Bubble: the idle share of the IPUs' time {bubble}."
 
 

@@ -186,8 +186,11 @@ class Schedule(Timetable):
         where one sends to another. For S local stages on S IPUs, "grouped" gives (S-1)/(M+S-1) and "sequential" gives
         1-1/S.
         """
+        return self._usual(forward, backward).bubble
+
+    def _usual(self, forward: float = 1.0, backward: float = 2.0) -> Simulation:
         stages = len(self.placement)
-        return self.simulate([forward] * stages, [backward] * stages, lockstep=self.clock == "two-phase").bubble
+        return self.simulate([forward] * stages, [backward] * stages, lockstep=self.clock == "two-phase")
 
     @classmethod
     def from_text(cls, text: str) -> "Schedule":
@@ -272,7 +275,7 @@ IPUs takes until the next tick: move it to tick 3 or later
             path: the SVG, PNG or PDF file to write, chosen by its suffix. None writes nothing. An existing file is
                 replaced once the new file is complete.
             simulation: the result of `simulate` for this schedule. Each task is then as wide as its time. Default: the
-                planned ticks.
+                planned ticks; or, if these would not show the bubble, the times from which `bubble()` has it.
 
         Returns:
             A matplotlib figure. matplotlib is the extra `plots`.
@@ -291,7 +294,7 @@ IPUs takes until the next tick: move it to tick 3 or later
         ValueError: path='1f1b.gif' does not end in .svg, .png or .pdf: give such a name, or save the figure that \
 plot() returns
         """
-        return written(path, lambda: figure_of(self, simulation, self.bubble))
+        return written(path, lambda: figure_of(self, simulation, self._usual))
 
     def to_svg(self, *, simulation: Simulation | None = None) -> str:
         """Return the picture that `plot` draws as the text of an SVG file.
@@ -309,7 +312,7 @@ plot() returns
         >>> schedule = make_schedule("1f1b", ipus=4, gradient_accumulation=8)
         >>> svg = schedule.to_svg(simulation=schedule.simulate(forward=1, backward=2, transfer=0.1))
         """
-        return svg_of(figure_of(self, simulation, self.bubble))
+        return svg_of(figure_of(self, simulation, self._usual))
 
     def _repr_svg_(self) -> str | None:
         """Return the picture that a notebook shows. If it cannot be drawn, return None, and the text is shown."""

@@ -17,7 +17,7 @@ Perfetto's importer and page treat such a file as follows:
   thread here has that number.
 - It colours slices by name: the slices of the plan have the colours of the measured ones.
 
-What an IPU waits for is in the args of its slices "waiting: ...", which are those that the report counts as waiting: an
+What an IPU waits for is in the args of its slices "..., waiting", which are those that the report counts as waiting: an
 exchange waits for the tasks that send to this IPU, and a collective for the others that compute the task around it.
 """
 
@@ -110,7 +110,7 @@ def _slices(
             "tick": one.tick,
             "microbatch": one.microbatch,
         }
-        name = f"waiting: {one.name}" if one.kind in WAITING else one.name
+        name = f"{one.name}, waiting" if one.kind in WAITING else one.name  # a narrow slice shows the first letters
         event = {"ph": "X", "name": name, "cat": one.kind, "pid": process, "tid": thread}
         event |= {"ts": start / 1e3, "dur": (end - start) / 1e3}
         events.append(event | {"args": {key: value for key, value in args.items() if value is not None}})

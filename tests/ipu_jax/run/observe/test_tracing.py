@@ -199,8 +199,8 @@ def test_the_file_has_the_plan_above_each_ipu_and_its_slices_nest(recorded):
     for thread, name in threads.items():
         mine = [e for e in slices if (e["pid"], e["tid"]) == thread]
         on_ipu = [one for one in (plan if name.endswith("plan") else measured) if f"IPU {one.ipu}" in name]
-        waiting = "waiting: "
-        assert sorted(e["name"] for e in mine) == sorted(waiting * (one.kind in WAITING) + one.name for one in on_ipu)
+        waiting = ", waiting"
+        assert sorted(e["name"] for e in mine) == sorted(one.name + waiting * (one.kind in WAITING) for one in on_ipu)
         open_until: list[int] = []
         for event in sorted(mine, key=lambda e: (e["ts"], -e["dur"])):
             start, end = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
@@ -242,18 +242,18 @@ def test_events_say_the_stage_its_work_and_what_an_ipu_waits_for(recorded):
         assert args["GFLOP/s"] == pytest.approx(args["FLOP"] / event["dur"] / 1e3, abs=1e-3)
     # IPU 0  0F0 > | 0F1 > | ...
     # IPU 1        | 1F0 > | ...
-    first, second = ([e["args"] for e in events[ipu]["waiting: exchange y"]][:2] for ipu in (0, 1))
+    first, second = ([e["args"] for e in events[ipu]["exchange y, waiting"]][:2] for ipu in (0, 1))
     assert [(e["tick"], e["for"], e.get("received bytes")) for e in second] == [
         (0, "0F0 of IPU 0", 4 * rows),
         (1, "0F1 of IPU 0", 4 * rows),
     ]
     assert {(e["for"], e.get("received bytes")) for e in first} == {("all IPUs, of which none sends to this one", None)}
-    exchanges = [events[ipu][f"waiting: exchange {name}"] for ipu in (0, 1) for name in ("y", "dx")]
+    exchanges = [events[ipu][f"exchange {name}, waiting"] for ipu in (0, 1) for name in ("y", "dx")]
     without = [e["args"] for of in exchanges for e in of if "none sends" in e["args"]["for"]]
     assert without
     assert not [e for e in without if "received bytes" in e]
-    assert {e["args"]["tick"]: e["args"]["for"] for e in events[0]["waiting: exchange dx"]}[4] == "1B0 of IPU 1"
-    waiting = sum(e["dur"] for name, of in events[1].items() if name.startswith("waiting: ") for e in of)
+    assert {e["args"]["tick"]: e["args"]["for"] for e in events[0]["exchange dx, waiting"]}[4] == "1B0 of IPU 1"
+    waiting = sum(e["dur"] for name, of in events[1].items() if name.endswith(", waiting") for e in of)
     slices = [one for one in recorded.timeline.of_ipu(0, 1) if one.kind in WAITING and one.step == 0]
     assert waiting == pytest.approx(1e6 * sum(one.seconds for one in slices), rel=1e-3)
 
@@ -335,7 +335,7 @@ def test_the_order_is_that_of_the_schedule(schedule, places, replicas, tmp_path)
         assert len(by_name) == replicas * 2 * M
         (head,) = {e["args"]["stage"] for e in events_by_name(recording, 0)[f"{len(places) - 1}F0 {len(places) - 1}B0"]}
         assert head == timeline.stages[-1]
-        waits = [e["args"]["for"] for e in events_by_name(recording, 0)["waiting: all-reduce"]]
+        waits = [e["args"]["for"] for e in events_by_name(recording, 0)["all-reduce, waiting"]]
         assert waits.count("the other IPUs, which run this task together") >= M
         for together in by_name.values():
             assert max(one.start for one in together) < min(one.end for one in together)
@@ -389,7 +389,7 @@ def test_the_first_device_of_each_group_is_shown(replicas, guards, tmp_path):
         reductions = [one for one in mine if one.kind == "collective" and one.name == "all-reduce"]
         inside = [sum(f.start <= one.start < f.end for one in reductions) for f in forwards]
         assert inside == [4 if ipu else 1] * (3 * M)
-        waits = [e["args"]["for"] for e in events_by_name(recording, ipu)["waiting: all-reduce"]]
+        waits = [e["args"]["for"] for e in events_by_name(recording, ipu)["all-reduce, waiting"]]
         assert waits.count("the other devices of this IPU") >= M * (4 if ipu else 1)
 
 
