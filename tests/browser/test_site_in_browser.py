@@ -52,7 +52,9 @@ def faint(page: Any) -> list[str]:
 def switch(page: Any) -> None:
     """Change between light and dark, as a reader does, without the theme's fading."""
     page.add_style_tag(content="* { transition: none !important }")
+    before = page.evaluate(_SCHEME)
     page.click("label[for^=__palette]:visible")
+    page.wait_for_function(f"({_SCHEME})() != '{before}'")
 
 
 def test_no_line_of_code_is_cut_on_any_page(browser: Any, site: Path):
