@@ -4,13 +4,15 @@ Such a file, and a program in docs/, gets a page of its own below repository/: M
 code block, and a folder by its README.md. So the site is complete without the address of a repository. A notebook
 gets a page with its stored outputs, which Jupyter writes: `jupyter nbconvert --execute --inplace
 --ExecutePreprocessor.record_timing=False FILE`. In `nav`, `folder/*.md` stands for all pages of a folder. The front
-page has no sidebars.
+page has no sidebars. In a clone of a public repository, the site leads there, and each page to its own file.
 """
 
 import base64
 import json
 import posixpath
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,29 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[2]
 _OUTSIDE = "repository"
 _LINK = re.compile(r"(!?\[[^\]]*\]\()(<?)([^)\s>#]+)(#[^)\s>]*)?(>?\))")
+# Neither a user's name nor a password, and no address inside a house, such as localhost, 10.0.0.1 or git.lan.
+_HOME = re.compile(r"https://(?:[\w-]+\.)+(?!(?:local|lan|internal|home|corp)/)[a-z]{2,}/([\w.~-]+(?:/[\w.-]+)+)")
 _LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", "": "text"}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Replace `folder/*.md` in `nav` by the pages of the folder, and `../file` by that file's page."""
+    """Replace `folder/*.md` and `../file` in `nav` by the site's pages of them, and give the address of the code."""
     config.nav = _expanded(config.nav)
+    if (ROOT / ".git").exists() and shutil.which("git"):  # a folder around this one may be another repository
+        words = ["git", "config", "--get", "remote.origin.url"]
+        said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
+        config.repo_url, config.repo_name = home_of(said.strip()) or (None, None)
     return config
+
+
+def home_of(remote: str) -> tuple[str, str] | None:
+    """Return the address that a browser opens, and the repository's name, of a remote on a public host, or None.
+
+    >>> home_of("git@github.com:owner/name.git")
+    ('https://github.com/owner/name', 'owner/name')
+    """
+    found = _HOME.fullmatch(re.sub(r"^git@([^/:]+):", r"https://\1/", remote).rstrip("/").removesuffix(".git"))
+    return (found[0], found[1]) if found else None
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -35,7 +53,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for file in list(files):
         if file.src_uri.endswith(".ipynb"):
             notebook = ROOT / "docs" / file.src_uri
-            files.append(File.generated(config, _uri(notebook), content=as_markdown(notebook)))
+            link = f'\n<a href="{notebook.name}" download>Download this notebook</a>\n\n```python'
+            content = as_markdown(notebook).replace("\n```python", link, 1)
+            files.append(File.generated(config, _uri(notebook), content=content))
     waiting = [Path(file.abs_src_path) for file in files.documentation_pages() if file.abs_src_path]
     seen = set(waiting)
     while waiting:
@@ -62,6 +82,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     source = ROOT / here.removeprefix(f"{_OUTSIDE}/").removesuffix(".source.md")
     if not here.startswith(f"{_OUTSIDE}/"):
         source = ROOT / "docs" / here
+    if config.repo_url:
+        file = source if source.exists() else source.with_suffix(".ipynb")
+        page.edit_url = f"{config.repo_url}/blob/HEAD/{file.relative_to(ROOT).as_posix()}"
 
     def replaced(link: re.Match[str]) -> str:
         target = _target(source, link[3])
@@ -70,6 +93,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{link[1]}{link[2]}{posixpath.relpath(_uri(target), posixpath.dirname(here))}{link[4] or ''}{link[5]}"
 
     return _LINK.sub(replaced, markdown) if source.suffix == ".md" else markdown
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Keep the theme from asking the repository's host how many stars it has."""
+    return output.replace(' data-md-component="source"', "")
 
 
 def _expanded(nav: Any) -> Any:

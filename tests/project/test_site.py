@@ -3,12 +3,9 @@
 import functools
 import html.parser
 import inspect
-import os
 import pkgutil
 import posixpath
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +16,9 @@ import yaml
 
 import ipu_jax
 import sharded_ops
+from docs.website.hooks import home_of
 from support import documents, public_api
+from support.built_site import ADDRESS, built_site
 
 ROOT = documents.ROOT
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("*/README.md")])
@@ -60,13 +59,8 @@ class Links(html.parser.HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Links]:
-    """Return the pages of the site, built as `make docs` builds it, by their paths."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert "WARNING" not in done.stderr, done.stderr
+    """Return the pages of the site by their paths."""
+    folder = built_site(tmp_path_factory)
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     return {name: Links(path.read_text() if path.suffix == ".html" else "") for name, path in files.items()}
 
@@ -91,6 +85,30 @@ def test_all_links_of_the_site_lead_to_a_page_and_an_anchor(site: dict[str, Link
 @pytest.mark.slow
 def test_the_site_loads_nothing_from_elsewhere(site: dict[str, Links]):
     assert {link for page in site.values() for link in page.loaded if re.match(r"([a-z]+:)?//", link)} == set()
+
+
+@pytest.mark.parametrize(
+    ("remote", "home"),
+    [
+        (f"{ADDRESS}.git", ADDRESS),
+        (f"{ADDRESS}/", ADDRESS),
+        ("git@gitlab.com:group/part/name.git", "https://gitlab.com/group/part/name"),
+        ("", None),
+        ("/srv/git/name", None),
+        ("file:///srv/git/name", None),
+        ("http://github.com/owner/name", None),
+        ("https://localhost/owner/name", None),
+        ("https://git.lan/owner/name", None),
+        ("https://10.0.0.1/owner/name", None),
+        ("https://github.com:8443/owner/name", None),
+        ("https://user@github.com/owner/name", None),
+        ("https://user:secret@github.com/owner/name", None),
+        ("https://github.com/owner/name?token=secret", None),
+        ("root@github.com:owner/name", None),
+    ],
+)
+def test_the_site_leads_to_a_public_address_and_shows_no_other(remote: str, home: str | None):
+    assert home_of(remote) == (home and (home, home.split("/", 3)[3]))
 
 
 def public_names() -> set[str]:
