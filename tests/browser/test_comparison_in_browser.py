@@ -63,6 +63,15 @@ def test_eight_runs_are_told_apart_by_colour_and_dashes(browser, tmp_path):
             seen.shot(f"eight-runs-{scheme}")
 
 
+def test_a_run_that_diverges_leaves_the_picture_to_the_other_one(browser, tmp_path):
+    diverged = RunLog()
+    diverged.event("losses", updates=4, losses=[2.0, 1e3, 1e9, 1e20])
+    with browsing.opened(browser, write_comparison(tmp_path / "x.html", {"a": run(100, 0.01), "b": diverged})) as seen:
+        assert max(float(text) for text in texts(seen.page.locator("#curves text[text-anchor=end]"))) == 2.5
+        assert texts(seen.page.locator("figcaption")) == ["loss; ▲▼ beyond the axis: 1000, 1.00e+9, 1.00e+20"]
+        assert texts(seen.page.locator(".legend span")) == ["a 1.02", "b 1.00e+20"]
+
+
 def test_the_curve_shows_the_means_that_the_verdict_names_and_one_figure_is_a_line(browser, tmp_path):
     path = write_report(tmp_path / "x.html", run(100, 0.01, 0.93))
     with browsing.opened(browser, path) as seen:

@@ -72,12 +72,12 @@ class SideBySide(Shown):
         empty = [""] * len(self.runs)
         rows: list[list[str]] = [["", *self.runs]]
         for heading, differing in self.differing.items():
-            rows.append([heading, *empty])
+            alike = self.alike.get(heading, {})
+            rows += [[heading, *empty]] if differing or alike else []
             for name, texts, best in differing:
                 cells = (f"{text} *" if number in best else text for number, text in enumerate(texts))
                 rows.append([f"  {name}", *cells])
-            if alike := self.alike.get(heading):
-                rows.append([f"  ({len(alike)} alike)", *empty])
+            rows += [[f"  ({len(alike)} alike)", *empty]] if alike else []
         clean = [[f"{' ' * (cell[:1] == ' ') * 2}{shown(printable(cell), _WIDEST)}" for cell in row] for row in rows]
         yield Table(clean, left=len(clean[0]))
         if any(row.best for row in self.differing["figures"]):
@@ -89,9 +89,10 @@ class SideBySide(Shown):
             line = f"<line class='curve run-{run % 4}{' dashed' * (run > 3)}' x2='24' y1='5' y2='5'/>"
             sample = f"<svg class='sample' viewBox='0 0 24 10' aria-hidden='true'>{line}</svg>"
             heads.append(f"<th scope='col'>{sample}{html.escape(name)}</th>")
-        lines = [f"<tr><td></td>{''.join(heads)}</tr>"]
+        lines = [f"<thead><tr><td></td>{''.join(heads)}</tr>"]
         for heading, rows in self.differing.items():
-            lines.append(f"<tr><th scope='rowgroup' colspan='{len(self.runs) + 1}'>{heading}</th></tr>" if rows else "")
+            head = f"<tbody><tr><th scope='rowgroup' colspan='{len(self.runs) + 1}'>{heading}</th></tr>"
+            lines.append(head if rows else "")
             for name, texts, best in rows:
                 cells = (
                     f"<td>{f'<b>{html.escape(text)}</b>' if run in best else html.escape(text)}</td>"

@@ -9,6 +9,12 @@ function range(values) {
   }
   return [low, high];
 }
+// The range of several runs. If one of them diverges to ten times what another one needs, it leaves the picture.
+function commonRange(lines) {
+  const there = lines.filter(values => values.length), [low, high] = range(there.flat());
+  const least = Math.max(Math.min(...there.map(values => range(values)[1])), ...there.map(values => Math.min(...values)));
+  return [low, least - low < (high - low) / 10 ? least : high];
+}
 
 // A page has the curves of one run, or of several over each other, which the legend under each figure names.
 const runs = data.runs || [{ name: "", curves: data.curves }];
@@ -35,7 +41,7 @@ function curve(name) {
   const width = 480, height = 220, left = 58, right = 14, top = 14, bottom = 36;
   const svg = add(figure, "svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": name + " by updates" });
   const means = name === "loss" && data.means || [], [x0, x1] = updates;
-  let [y0, y1] = range(all.map(p => p[1]));
+  let [y0, y1] = commonRange(lines.map(points => points.map(p => p[1])));
   [y0, y1] = [Math.min(y0, ...means.map(mean => mean[2])), Math.max(y1, ...means.map(mean => mean[2]))];
   if (y0 === y1) { [y0, y1] = isShare ? [0, 1] : [y0 - (Math.abs(y0) / 10 || 1), y1 + (Math.abs(y1) / 10 || 1)]; }
   const step = roundStep(y1 - y0, 4), xStep = Math.max(1, roundStep(x1 - x0, 6));
