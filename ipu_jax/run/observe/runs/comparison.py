@@ -99,7 +99,8 @@ class SideBySide(Shown):
                     for run, text in enumerate(texts)
                 )
                 lines.append(f"<tr><th scope='row'>{html.escape(name)}</th>{''.join(cells)}</tr>")
-        return f"<div class='scroll compared'><table>{''.join(lines)}</table></div>"
+        room = "class='scroll compared' tabindex='0' role='region' aria-label='What differs'"
+        return f"<div {room}><table>{''.join(lines)}</table></div>"
 
     def _folded(self) -> str:
         return "".join(folded(f"{heading}: {len(rows)} alike", rows) for heading, rows in self.alike.items())
