@@ -33,6 +33,7 @@ from jax.sharding import Mesh
 from ipu_jax.base.annotations import Batch, Device
 from ipu_jax.base.checks import as_int
 from ipu_jax.base.showing import Shown, Table
+from ipu_jax.core.analysis.at_peak import Peak, stash_at_peak
 from ipu_jax.core.analysis.bytes_picture import bytes_figure
 from ipu_jax.core.analysis.stage_costs import flops_of, on_paper, transfer_time
 from ipu_jax.core.compiled.guards import StageCollectives, in_stages
@@ -66,6 +67,7 @@ class IpuReport:
         batch: the M micro-batches of one step, which every IPU holds.
         stash: the values that its own segments keep between F and B (and W), and messages that wait in queues.
         stash_by_tick: the most of it that is in use at once, in each tick.
+        stash_at_peak: what is in use when it is the most.
         gradients: the resulting gradients, which have the layout of weights and padding.
         accumulators: the sums in the scan, at least float32; the same buffers as `gradients` if the dtypes are equal.
         working_set: the most that F, B or W of one of its segments keeps alive at once.
@@ -89,6 +91,7 @@ class IpuReport:
     sent: int
     idle: float
     stash_by_tick: tuple[int, ...]
+    stash_at_peak: Peak
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -165,10 +168,41 @@ class PipelineReport(Shown):
         Raises:
             ValueError: there is no such IPU.
         """
-        kinds, part = self.bytes_by_kind(ipu), self.ipus[ipu]
+        kinds = self._besides_stash(ipu)
+        by_tick = self.ipus[ipu].stash_by_tick
+        return {**{kind: [size] * len(by_tick) for kind, size in kinds.items()}, "stash": [*by_tick]}
+
+    def at_peak(self, ipu: int) -> Peak:
+        """Return what lives on an IPU in the tick in which the most bytes are in use, the largest first.
+
+        Values that wait for B, or for W, have the operation that makes them; "other temporary" is as for
+        `bytes_by_tick`.
+
+        Raises:
+            ValueError: there is no such IPU.
+
+        >>> import jax.numpy as jnp
+        >>> from ipu_jax import Pipeline, Stage
+        >>> stages = [Stage(lambda w, x, mb: jnp.tanh(mb @ w), params="w", ipu=0, name="body")]
+        >>> stages += [Stage(lambda _, x, mb: jnp.sum(x), ipu=1)]
+        >>> pipeline = Pipeline(stages, schedule="1f1b", gradient_accumulation=4)
+        >>> weights, batch = pipeline.shard({"w": jnp.ones((3, 5))}), jnp.ones((4, 8, 3))
+        >>> print(pipeline.report(weights, batch, compile=False).at_peak(0))
+        IPU 0 in tick 1: 1.7 kB
+        what             micro-batches  values             bytes
+        other temporary                                    900 B
+        batch                                              384 B
+        body, until B    0, 1           tanh float32[8,5]  320 B
+        weights                                             60 B
+        gradients                                           60 B
+        """
+        return self.ipus[ipu].stash_at_peak.beside(self._besides_stash(ipu))
+
+    def _besides_stash(self, ipu: int) -> dict[str, int]:
+        """Return the bytes that an IPU holds in each tick, by kind."""
+        kinds = self.bytes_by_kind(ipu)
         kinds["other temporary"] = max(0, kinds.pop("temporary") - self.stash)
-        same = {kind: [size] * len(part.stash_by_tick) for kind, size in kinds.items()}
-        return {**same, "stash": [*part.stash_by_tick]}
+        return kinds
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
         """Draw the bytes of each IPU over the ticks of a step: `bytes_by_tick`, the most at once, `total`, and `limit`.
@@ -297,6 +331,7 @@ def count_report(plan: Plan, batch_bytes: int) -> PipelineReport:
             sent=_sent_bytes(plan, k),
             idle=idle[k],
             stash_by_tick=tuple(stash.held(k)),
+            stash_at_peak=stash_at_peak(plan, stash, k),
         )
         for k in range(layout.ipus)
     )

@@ -248,10 +248,24 @@ class Stash:
 
     def held(self, ipu: int) -> list[int]:
         """Return the bytes of the values that an IPU keeps in each tick, at most."""
-        spans_of_ipu = {key: spans.get(ipu, spans.get(None)) for key, spans in self._spans.items()}
-        size_of = lambda key: sum(of.rows * buffer.nbytes_of_row for buffer, of in self._records[key].items())
-        held = [(spans, size_of(key)) for key, spans in spans_of_ipu.items() if spans is not None]
-        return Lifetimes(self._plan.schedule).most_in_ticks(self._plan.schedule.ticks, held).tolist()
+        lifetimes, held = self._held(ipu)
+        return lifetimes.most_in_ticks(self._plan.schedule.ticks, [*held.values()]).tolist()
+
+    def fullest(self, ipu: int) -> tuple[int, dict[RingKey, tuple[int, ...]]]:
+        """Return the tick in which an IPU first keeps the most, and the micro-batches that each ring then has."""
+        lifetimes, held = self._held(ipu)
+        moment = lifetimes.fullest(self._plan.schedule.ticks, [*held.values()])
+        return moment // lifetimes.per_tick, {key: spans.around(moment) for key, (spans, _) in held.items()}
+
+    def sizes(self, key: RingKey) -> list[int]:
+        """Return the bytes of each value that a ring keeps of a micro-batch."""
+        return [ring.buffer.rows_of(ring.shape) * ring.buffer.nbytes_of_row for ring in self._rings[key]]
+
+    def _held(self, ipu: int) -> tuple[Lifetimes, dict[RingKey, tuple[Spans, int]]]:
+        """Return the spans of each ring on an IPU, with the bytes of a micro-batch there."""
+        of_ipu = {key: spans.get(ipu, spans.get(None)) for key, spans in self._spans.items()}
+        held = {key: (spans, sum(self.sizes(key))) for key, spans in of_ipu.items() if spans is not None}
+        return Lifetimes(self._plan.schedule), held
 
     def pinned(self, buffers: Mapping[str, Value]) -> dict[str, Value]:
         """Return the buffers, each in its layout, unless XLA splits them over further axes.

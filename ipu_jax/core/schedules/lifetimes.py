@@ -29,6 +29,14 @@ class Spans(NamedTuple):
         over = np.searchsorted(np.sort(self.ends), np.sort(self.starts))  # ends before each start
         return int((np.arange(1, 1 + len(over)) - over).max())
 
+    def around(self, moment: int) -> tuple[int, ...]:
+        """Return the micro-batches whose spans a moment is in.
+
+        >>> Spans(np.array([0, 2, 4]), np.array([2, 3, 5])).around(2)
+        (0, 1)
+        """
+        return tuple(np.flatnonzero((self.starts <= moment) & (moment <= self.ends)).tolist())
+
 
 class Lifetimes:
     """The spans for which values are held, between the moments at which the tasks of a timetable run.
@@ -88,14 +96,24 @@ class Lifetimes:
             ticks: the number of ticks.
             held: spans, each with how much every one of them holds.
         """
+        at, sums = self._sums(ticks, held)
+        most = np.zeros(ticks, np.int64)
+        np.maximum.at(most, at // self.per_tick, sums)
+        return most
+
+    def fullest(self, ticks: int, held: Sequence[tuple[Spans, int]]) -> int:
+        """Return the first moment at which the most is held."""
+        at, sums = self._sums(ticks, held)
+        return int(at[sums == sums.max()].min())
+
+    def _sums(self, ticks: int, held: Sequence[tuple[Spans, int]]) -> tuple[Ints, Ints]:
+        """Return the moments at which more may be held than before, and how much is held then."""
         at = np.concatenate([np.arange(ticks) * self.per_tick, *(spans.starts for spans, _ in held)])
         sums = np.zeros(len(at), np.int64)
         for spans, size in held:
             begun, ended = np.searchsorted(np.sort(spans.starts), at, "right"), np.searchsorted(np.sort(spans.ends), at)
             sums += size * (begun - ended)
-        most = np.zeros(ticks, np.int64)
-        np.maximum.at(most, at // self.per_tick, sums)
-        return most
+        return at, sums
 
     @cached_property
     def stages_of(self) -> dict[int | None, list[int]]:

@@ -16,7 +16,9 @@ import jax
 
 from ipu_jax.base.annotations import Json
 from ipu_jax.base.decorators import public
+from ipu_jax.core.analysis.at_peak import Peak, in_words
 from ipu_jax.core.analysis.report import PipelineReport
+from ipu_jax.core.programs.cost import in_units
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.core.schedules.figures import BYTES, CONCURRENT, LOCAL, UPDATE, name_of
 from ipu_jax.run.observe.runs._verdict import advice_on, bubbles, loss_means, verdict_of
@@ -51,8 +53,8 @@ def write_report(
         schedules: pictures as SVG, or schedules to draw, by their titles. The schedule of the timeline is drawn with
             the measured time of each task; drawing needs matplotlib, and without it the page says so.
         timeline: measured steps, such as a trace records. Only the first slices of a long timeline are shown.
-        memory: `{"ipus": [{kind: bytes}, ...], "limit": bytes or None}`, a dict per IPU and what an IPU can hold, such
-            as `memory_of` returns.
+        memory: `{"ipus": [{kind: bytes}, ...], "limit": bytes or None}`, a dict per IPU and what an IPU can hold, and
+            possibly "peaks", a `Peak` per IPU, as `memory_of` returns.
 
     Returns:
         The path.
@@ -69,7 +71,9 @@ def write_report(
         "curves": digest.drawn(MOST_POINTS),
         "means": [[one.first, one.last, one.value, f"{one}"] for one in loss_means(digest) or () if one.size > 1],
         "timeline": None if timeline is None else _shown(timeline),
-        "memory": memory and {**memory, "colours": BYTES | {"temporary": BYTES["other temporary"]}},
+        "memory": memory
+        and {key: value for key, value in memory.items() if key != "peaks"}
+        | {"colours": BYTES | {"temporary": BYTES["other temporary"]}},
     }
     parts = {
         "TITLE": html.escape(title),
@@ -80,6 +84,7 @@ def write_report(
         "TIME": "" if timeline is None or report is None else _time(timeline, report),
         "ADVICE": _listed(advice_on(digest, timeline, report)),
         "SCHEDULES": _pictures(pictures, timeline),
+        "PEAKS": _peaks((memory or {}).get("peaks", [])),
         "HISTORY": _history(digest.rows),
         "FLAGS": _flags(*digest.flags),
         "VERSIONS": table(digest.versions),
@@ -88,14 +93,14 @@ def write_report(
 
 
 def memory_of(report: PipelineReport, state: TrainState) -> dict[str, Json]:
-    """Return the predicted bytes of each IPU by kind, with the optimizer's state, for `write_report`.
+    """Return the predicted bytes of each IPU by kind and at its peak, with the optimizer's state, for `write_report`.
 
     Args:
         report: the result of `Pipeline.report`.
         state: of the training step.
 
     Returns:
-        A dict per IPU, and the bytes that an IPU can hold; None if that is not known, as on hosts.
+        A dict per IPU; the bytes that an IPU can hold, None if that is not known, as on hosts; and a `Peak` per IPU.
 
     Raises:
         ValueError: one of them is something else.
@@ -105,13 +110,18 @@ def memory_of(report: PipelineReport, state: TrainState) -> dict[str, Json]:
         raise ValueError(f"memory_of({given}) has the wrong types: give pipeline.report(...) and the step's state")
     optimizer = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.optimizer))
     ipus = [report.bytes_by_kind(part.ipu) | {"optimizer": optimizer} for part in report.ipus]
-    return {"ipus": ipus, "limit": report.limit}
+    peaks = [report.at_peak(part.ipu).beside({"optimizer": optimizer}) for part in report.ipus]
+    return {"ipus": ipus, "limit": report.limit, "peaks": peaks}
 
 
 def _check(path: Json, events: Json, title: Json, pictures: Json, timeline: Json, memory: Json) -> None:
     is_log = isinstance(events, RunLog) or (isinstance(events, Sequence) and all(map(is_event, events)))
     are_pictures = isinstance(pictures, Mapping) and all(isinstance(one, str | Schedule) for one in pictures.values())
-    has_bytes = memory is None or (isinstance(memory, Mapping) and "ipus" in memory)
+    has_bytes = memory is None or (
+        isinstance(memory, Mapping)
+        and "ipus" in memory
+        and all(isinstance(peak, Peak) for peak in memory.get("peaks", ()))
+    )
     checks = (
         ("events", events, is_log, "a RunLog, or RunLog(path) of a file"),
         ("title", title, isinstance(title, str), "a text"),
@@ -220,7 +230,8 @@ def _name(timeline: Timeline, replica: int, ipu: int) -> str:
 def _shown(timeline: Timeline) -> dict[str, Json]:
     """Return the rows of slices that the page draws, times in microseconds; the plan is above each measured row.
 
-    A row begins with what lies under its slices: waiting in a plan, other time in a measured step.
+    A row begins with what lies under its slices: waiting in a plan, other time in a measured step. A slice is its kind,
+    name, start and length, and for a task its step, micro-batch and first stage, so that a micro-batch can be followed.
     """
     measured = [one for one in timeline.slices if one.end > one.start]
     steps = sorted({one.step for one in measured})
@@ -250,7 +261,8 @@ def _shown(timeline: Timeline) -> dict[str, Json]:
         ]
         brief = f"{replica}, IPU {ipu}" if timeline.ipus[-1][0] else f"IPU {ipu}"
         slices = whole + [_slice(timeline.schedule, one) for one in mine]
-        rows.append({"label": _name(timeline, replica, ipu), "brief": brief, "plan": False, "slices": slices})
+        row = {"label": _name(timeline, replica, ipu), "brief": brief, "plan": False, "replica": replica}
+        rows.append(row | {"slices": slices})
     clocks = f"{timeline.clocks}{group_in_words(timeline.devices)}"
     return {"rows": rows, "kinds": _kinds(), "steps": len(kept), "of": len(steps), "clocks": clocks}
 
@@ -258,7 +270,8 @@ def _shown(timeline: Timeline) -> dict[str, Json]:
 def _slice(schedule: Schedule, one: Slice) -> list[Json]:
     kind = _kind(schedule, one)
     name = f"waiting, {one.name}" if kind == "waiting" else one.name
-    return [kind, name, *_span(one.start, one.end)]
+    task = [[one.step, one.microbatch, one.stages[0]]] if one.microbatch is not None and one.stages else []
+    return [kind, name, *_span(one.start, one.end), *task]
 
 
 def _span(start: float, end: float) -> list[int]:
@@ -285,6 +298,22 @@ def _pictures(schedules: Mapping[str, str | Schedule], timeline: Timeline | None
         for name, svg in found.items()
     )
     return f"<section><h2>Schedule and bytes</h2>{''.join(figures)}</section>" if found else ""
+
+
+def _peaks(peaks: Sequence[Peak]) -> str:
+    """Return what lives on each IPU when its bytes are the most; the fullest IPU is unfolded."""
+    fullest = max(peaks, key=lambda peak: peak.nbytes, default=None)
+    folded: list[str] = []
+    for peak in peaks:
+        rows = ([*in_words(one), in_units(one.nbytes, "B")] for one in peak.alive)
+        cells = "".join(f"<tr>{''.join(f'<td>{html.escape(each)}</td>' for each in row)}</tr>" for row in rows)
+        head = "<tr><th>what</th><th>micro-batches</th><th>values of each</th><th>bytes</th></tr>"
+        folded.append(
+            f"<details{' open' * (peak is fullest)}><summary>IPU {peak.ipu}, in tick {peak.tick}: "
+            f"{in_units(peak.nbytes, 'B')} in use</summary><div class='scroll'>"
+            f"<table class='peak'>{head}{cells}</table></div></details>"
+        )
+    return f"<section><h2>What lives on an IPU at its peak</h2>{''.join(folded)}</section>" if folded else ""
 
 
 def _listed(sentences: Sequence[str]) -> str:

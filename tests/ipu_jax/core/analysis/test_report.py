@@ -152,11 +152,21 @@ def test_bytes_over_the_ticks_are_those_of_the_micro_batches_between_f_and_b(ipu
         assert [*by_tick] == ["weights", *padding, "gradients", "batch", "other temporary"]
         kinds["other temporary"] = kinds.pop("temporary") - report.stash
         assert {kind: {*sizes} for kind, sizes in by_tick.items()} == {kind: {size} for kind, size in kinds.items()}
+        peak = report.at_peak(ipu)
+        kept = [one for one in peak.alive if one.micro_batches]
+        # the first stage keeps nothing, and any other its x, of the first micro-batches that are between F and B
+        first = ipus - 1 - ipu if ipus > 2 else 0
+        assert (peak.tick, [one.micro_batches for one in kept]) == (
+            (0, []) if ipu == 0 else (ipus - 1 if ipus > 2 else 1, [(*range(first + 1),)])
+        )
+        assert all(one.nbytes == size * len(one.micro_batches) for one in kept)
+        assert peak.nbytes == max(map(sum, zip(*report.bytes_by_tick(ipu).values(), strict=True)))
 
 
 def test_with_w_an_ipu_holds_x_from_f_to_w_and_dy_from_b_to_w():
     pipeline = two_stages(schedule="zb-h1")
-    first, last = pipeline.report(*arguments(pipeline), compile=False).ipus
+    report = pipeline.report(*arguments(pipeline), compile=False)
+    first, last = report.ipus
     of = pipeline.schedule
     assert of.weight is not None
 
@@ -168,6 +178,14 @@ def test_with_w_an_ipu_holds_x_from_f_to_w_and_dy_from_b_to_w():
     of_last = message * held(of.forward[1], of.weight[1]) + 4 * held(of.backward[1], of.weight[1])  # dy of a sum
     assert last.stash_by_tick == (*of_last,)
     assert (max(first.stash_by_tick), max(last.stash_by_tick)) == (first.stash, last.stash)
+    peak = report.at_peak(1)
+    kept = {one.what.split(", ")[1]: (one.micro_batches, one.values) for one in peak.alive if one.micro_batches}
+    holding = lambda b, e: tuple(k for k, (x, y) in enumerate(zip(b, e, strict=True)) if x <= peak.tick <= y)
+    assert kept == {
+        "until W": (holding(of.forward[1], of.weight[1]), f"its input float32[{ROWS},16]"),
+        "from B to W": (holding(of.backward[1], of.weight[1]), "its input float32[]"),
+    }
+    assert last.stash == sum(one.nbytes for one in peak.alive if one.micro_batches)
 
 
 def test_the_stash_of_a_stage_on_all_ipus_is_in_use_on_each():

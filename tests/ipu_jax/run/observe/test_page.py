@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import html
 import json
 import re
 import tempfile
@@ -12,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
+from ipu_jax.core.analysis.at_peak import Alive, Peak
 from ipu_jax.core.schedules import make_schedule
 from ipu_jax.run.observe.runs.page import memory_of, write_report
 from ipu_jax.run.observe.tracing._assembling import planned
@@ -72,13 +74,13 @@ def test_waiting_is_drawn_as_waiting():
     rows = {row["label"]: row["slices"] for row in shown["rows"]}
     assert rows["IPU 1"] == [
         ["other", "other", 0, 10_000],
-        ["all FB", "1F0 1B0", 1000, 8000],
+        ["all FB", "1F0 1B0", 1000, 8000, [0, 0, 1]],  # step, micro-batch, stage
         ["waiting", "waiting, all-reduce", 1500, 7000],
         ["update", "update", 9000, 1000],
     ]
     # in the plan IPU 1 waits for all but its half of the head, which is one task of both IPUs
     assert rows["plan, IPU 1"][0] == ["waiting", "waiting, planned", 1000, 8000]
-    assert [(kind, length) for kind, _, _, length in rows["plan, IPU 1"][1:]] == [("all FB", 1000)]
+    assert [(kind, length) for kind, _, _, length, _ in rows["plan, IPU 1"][1:]] == [("all FB", 1000)]
     assert {name for name, look in shown["kinds"].items() if not look["colours"]} == {"waiting", "other"}
     used = {kind for slices in rows.values() for kind, *_ in slices}
     assert used <= shown["kinds"].keys()
@@ -109,9 +111,23 @@ def test_a_page_has_one_bubble():
 
 def test_the_bytes_of_an_ipu_have_the_optimizers_state_and_the_limit():
     by_kind = lambda ipu: {"weights": 100, "padding": 800 * ipu}
-    report: Any = types.SimpleNamespace(ipus=[IpuNeeds(0), IpuNeeds(1)], bytes_by_kind=by_kind, limit=None)
+    at_peak = lambda ipu: Peak(ipu, 3 + ipu, (Alive("weights", (), "", 100), Alive(EVIL, (0, 1), "tanh", 9 + 5 * ipu)))
+    needs = [IpuNeeds(0), IpuNeeds(1)]
+    report: Any = types.SimpleNamespace(ipus=needs, bytes_by_kind=by_kind, at_peak=at_peak, limit=None)
     state: Any = types.SimpleNamespace(optimizer=[jnp.zeros(3, jnp.float32)])
-    assert memory_of(report, state) == {
+    found = memory_of(report, state)
+    peaks = found.pop("peaks")
+    assert [[one.nbytes for one in peak.alive] for peak in peaks] == [[100, 12, 9], [100, 14, 12]]
+    text = page([], memory={**found, "peaks": peaks})
+    folds = re.findall(r"<details( open)?><summary>(IPU.*?)</summary>.*?</details>", text, flags=re.S)
+    assert folds == [("", "IPU 0, in tick 3: 121 B in use"), (" open", "IPU 1, in tick 4: 126 B in use")]
+    assert re.findall(r"<td>(.*?)</td>", text[text.index("IPU 1, in") :])[4:8] == [
+        html.escape(EVIL),
+        "0, 1",
+        "tanh",
+        "14 B",
+    ]
+    assert found == {
         "ipus": [{"weights": 100, "padding": 0, "optimizer": 12}, {"weights": 100, "padding": 800, "optimizer": 12}],
         "limit": None,
     }
