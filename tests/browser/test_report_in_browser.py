@@ -118,7 +118,8 @@ def test_all_of_a_page_is_seen_and_read(name, browser, tmp_path, monkeypatch):
                 seen.page.emulate_media(color_scheme=scheme)
                 faults += [f"{width}, {scheme}: {each}" for each in looks.cut_in(seen.page) + looks.pale_in(seen.page)]
                 if (width, scheme) != (500, "dark"):
-                    seen.shot(f"{name}-{width}-{scheme}")
+                    shot = seen.shot(f"{name}-{width}-{scheme}")
+                    faults += looks.glaring_in(shot) if scheme == "dark" else []
             if width == browsing.WIDTHS[0]:
                 print(name, seen.page.evaluate("performance.getEntriesByType('paint').map(e => [e.name, e.startTime])"))
                 seen.page.pdf(path=browsing.SHOTS / f"{name}.pdf", format="A4")

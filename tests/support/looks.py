@@ -6,7 +6,9 @@ Each function returns a line per fault, with the beginning of the text concerned
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 from axe_playwright_python.sync_playwright import Axe
+from PIL import Image
 
 PAPER: Final = 718  # CSS pixels of A4 between margins of 1 cm
 _SCRIPT: Final = Path(__file__).with_suffix(".js").read_text()
@@ -28,3 +30,9 @@ def lost_in_print(page: Any) -> list[str]:
     page.set_viewport_size({"width": PAPER, "height": 1000})
     page.emulate_media(media="print", color_scheme="dark")
     return page.evaluate(f"() => {{ {_SCRIPT} return [...lost(), ...cut()]; }}")
+
+
+def glaring_in(shot: Path) -> list[str]:
+    """Return whether more of a dark page than its texts is white."""
+    share = (np.asarray(Image.open(shot).convert("RGB")) > 240).all(-1).mean()
+    return [f"{share:.0%} of the page is white"] if share > 0.03 else []
