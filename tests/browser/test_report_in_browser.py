@@ -19,7 +19,7 @@ from support import browsing, launched, looks, mnist_instance
 
 
 def gpt(params, tokens):
-    """Return the loss of a cut GPT: attention of one head, and an MLP, four times."""
+    """Return the loss of a cut GPT: attention of one head and an MLP, twice."""
     x = params["tokens"][tokens[:, :-1]]
     for p in params["blocks"]:
         query, key, value = jnp.split(jax.nn.standardize(x) @ p["qkv"], 3, -1)
@@ -32,7 +32,7 @@ def gpt(params, tokens):
 def of_a_cut_gpt(folder, monkeypatch):
     drawn = np.random.default_rng(0)
     w = lambda *shape: drawn.normal(0, 0.1, shape).astype(np.float32)
-    blocks = [{"qkv": w(16, 48), "up": w(16, 32), "down": w(32, 16)} for _ in range(4)]
+    blocks = [{"qkv": w(16, 48), "up": w(16, 32), "down": w(32, 16)} for _ in range(2)]
     params = {"tokens": w(32, 16), "blocks": blocks, "head": w(16, 32)}
     texts = ((drawn.integers(0, 4, (64, 1)) + np.arange(9)) % 8).astype(np.int32)
     options: Any = {"ipus": 4, "gradient_accumulation": 8, "schedule": "1f1b"}
