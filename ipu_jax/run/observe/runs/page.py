@@ -16,6 +16,7 @@ import jax
 
 from ipu_jax.base.annotations import Json
 from ipu_jax.base.decorators import public
+from ipu_jax.base.showing import counted
 from ipu_jax.core.analysis.at_peak import Peak, in_words
 from ipu_jax.core.analysis.report import PipelineReport
 from ipu_jax.core.programs.cost import in_units
@@ -135,7 +136,7 @@ def _check(path: Json, events: Json, title: Json, pictures: Json, timeline: Json
 def _verdict(digest: Digest, report: TraceReport | None) -> str:
     level, sentences = verdict_of(digest, report)
     first, *others = map(html.escape, sentences)
-    return f"<p class='verdict {level}'><b>{MARKS[level]} {first}</b> {' '.join(others)}</p>"
+    return f"<p class='verdict {level}'><i>{MARKS[level]}</i> <b>{first}</b> {' '.join(others)}</p>"
 
 
 def _figures(digest: Digest, report: TraceReport | None) -> str:
@@ -187,7 +188,7 @@ def _time(timeline: Timeline, report: TraceReport) -> str:
     marked = "".join(
         f"<th><i {_look(kind)} style='{_paint(kind)}'></i>{kind}</th>" for kind in ("waiting", "update", "other")
     )
-    head = f"<th></th><th>mean of {report.steps} steps</th><th>busy</th>{marked}"
+    head = f"<td></td><th>mean of {report.steps} steps</th><th>busy</th>{marked}"
     head += "".join(f"<th>{title}</th>" for title in ("step", "bubble planned", "measured"))
     return f"<div class='scroll'><table class='time'><tr>{head}</tr>{''.join(rows)}</table></div>"
 
@@ -323,10 +324,11 @@ def _listed(sentences: Sequence[str]) -> str:
 
 
 def _flags(given: Mapping[str, str], others: Mapping[str, str]) -> str:
-    return (table(given) if given or not others else "") + folded(f"{len(others)} flags at their defaults", others)
+    summary = f"{counted(len(others), 'flag')} at the default"
+    return (table(given) if given or not others else "") + folded(summary, others)
 
 
 def _history(rows: Sequence[tuple[str, str, str]]) -> str:
     cells = "".join(f"<tr>{''.join(f'<td>{html.escape(each)}</td>' for each in row)}</tr>" for row in rows)
-    head = "<tr><th>time (UTC)</th><th>event</th><th></th></tr>"
+    head = "<tr><th>time (UTC)</th><th>event</th><th>details</th></tr>"
     return f"<div class='scroll'><table class='history'>{head}{cells}</table></div>"
