@@ -26,6 +26,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from support import browsing
 from support.cpu_budget import CpuBudget
 
 # If not all IPUs take part in a collective, XLA waits for a minute or for ever. Here it warns after 20 s and aborts
@@ -177,7 +178,9 @@ def pytest_runtest_teardown() -> Generator[None, None, None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    skipped = [str(report.longrepr) for report in terminalreporter.getreports("skipped")]
     if config.option.slow_deadline is not None:
-        skipped = terminalreporter.getreports("skipped")
-        late = sum(_TOO_LATE in str(report.longrepr) for report in skipped)
+        late = sum(_TOO_LATE in reason for reason in skipped)
         terminalreporter.write_line(f"{late} tests did not run: {_TOO_LATE}")
+    if unseen := sum(browsing.MISSING in reason for reason in skipped):
+        terminalreporter.write_line(f"{unseen} tests in a browser did not run: apt install chromium")

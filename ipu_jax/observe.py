@@ -1,6 +1,7 @@
 """What a run did: traces, logs, reports."""
 
 from ipu_jax.run.loop.loss_lines import LossLines
+from ipu_jax.run.observe.runs.comparison import write_comparison
 from ipu_jax.run.observe.runs.log import RunLog, RunLogWarning
 from ipu_jax.run.observe.runs.page import memory_of, write_report
 from ipu_jax.run.observe.tracing.recording import Recording, trace
@@ -17,5 +18,6 @@ __all__ = [
     "TraceReport",
     "memory_of",
     "trace",
+    "write_comparison",
     "write_report",
 ]

@@ -62,6 +62,7 @@ COMMANDS = (
     *("mnist_example.run_sharded_mnist", "mnist_example.benchmark_dataset", "mnist_example.data"),
     *("ipu_jax.distributed.poprun", "ipu_jax.distributed.launcher.ssh"),
     *("ipu_jax.run.observe.info", "ipu_jax.run.observe.monitor.command", "ipu_jax.run.ahead.command"),
+    "ipu_jax.run.observe.runs.command",
 )
 
 # They must run without jax: a picture of a schedule needs no device, and the launcher must start quickly.

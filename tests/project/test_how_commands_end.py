@@ -15,6 +15,7 @@ COMMANDS = {
     "ipu_jax.tools.sharded_matmul_tool": "",
     "ipu_jax": "",
     "ipu_jax.run.observe.info": "",
+    "ipu_jax.run.observe.runs.command": "LOG",
 }
 REMOVED = "the working directory was removed: change to one that is there"
 # Python runs it at its start. It lets Ctrl-C through, and presses it at the import of the module that is named.
@@ -50,7 +51,9 @@ def run(script, module, flags, *, stdout=subprocess.PIPE, **environment):
 )
 def test_ctrl_c_in_the_middle_of_an_import_ends_it_with_130(module, place, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(AT_AN_IMPORT)
-    status, out, err = run('"$@"', module, COMMANDS[module], PYTHONPATH=str(tmp_path), PRESS_AT=place)
+    (log := tmp_path / "run.jsonl").write_text('{"event": "end"}\n')
+    flags = COMMANDS[module].replace("LOG", str(log))
+    status, out, err = run('"$@"', module, flags, PYTHONPATH=str(tmp_path), PRESS_AT=place)
     assert (status, err) == (130, "")
     assert out.count("\n") == (module == "ipu_jax")  # it prints the versions first
 

@@ -19,6 +19,7 @@ import ipu_jax
 from ipu_jax.distributed import poprun
 from ipu_jax.run.observe import info
 from ipu_jax.run.observe.monitor import command
+from ipu_jax.run.observe.runs import command as report
 from ipu_jax.tools import self_test, sharded_embedding_tool, sharded_matmul_tool
 from mnist_example import benchmark_dataset, data, run_sharded_mnist, training
 
@@ -32,6 +33,7 @@ COMMANDS = {
     "r": ("poprun", poprun),
     "w": ("ipu-monitor", command),
     "i": ("ipu-info", info),
+    "o": ("ipu-report", report),
 }
 MODULES = dict(COMMANDS.values())
 ALWAYS = {"M": "--pipeline-mode concurrent --synthetic-data ", "B": "--synthetic-data "}

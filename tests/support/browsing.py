@@ -17,6 +17,7 @@ SHOTS: Final = Path(__file__).parents[1] / "browser" / "screenshots"
 """Where each test leaves a picture of what it saw, for whoever changes a page. Git ignores it."""
 
 WIDTHS: Final = (1280, 500)  # a laptop, and a telephone held across
+MISSING: Final = "needs Chromium or Chrome: install one, such as Debian's package chromium, or name it in CHROMIUM"
 SCHEMES: Final[tuple[Literal["light", "dark"], ...]] = ("light", "dark")
 
 _FLAGS: Final = (

@@ -4,7 +4,7 @@ import math
 import os
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from ipu_jax.base.showing import counted
 from ipu_jax.core.schedules import SCHEDULES, make_schedule
@@ -51,19 +51,52 @@ def _ending(digest: Digest) -> tuple[Level, str]:
             return "fair", "The log has no end: the run is still going, or it was killed."
 
 
+class LossMean(NamedTuple):
+    """The mean of the first or the last losses of a run, which the verdict names and the page draws.
+
+    Attributes:
+        first, last: the updates of the first and the last of these losses.
+        size: the number of losses.
+        value: their mean.
+        error: its standard error.
+    """
+
+    first: int
+    last: int
+    size: int
+    value: float
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3g}"
+
+
+def loss_means(digest: Digest) -> tuple[LossMean, LossMean] | None:
+    """Return the means of the first and of the last tenth of the losses; None if there are fewer than two losses."""
+    points = digest.curves[LOSS].points()
+    if len(points) < 2:
+        return None
+    size = max(1, len(points) // 10)
+    ends = points[:size], points[-size:]
+    values = [[value for _, value in end] for end in ends]
+    errors = (statistics.stdev(each) / math.sqrt(size) if size > 1 else 0.0 for each in values)
+    begun, ended = (
+        LossMean(end[0][0], end[-1][0], size, statistics.fmean(each), error)
+        for end, each, error in zip(ends, values, errors, strict=True)
+    )
+    return begun, ended
+
+
 def _learning(digest: Digest) -> Iterator[tuple[Level, str]]:
-    losses = [value for _, value in digest.curves[LOSS].points()]
-    if len(losses) > 1:
-        size = max(1, len(losses) // 10)
-        first, now = losses[:size], losses[-size:]
-        before, after = statistics.fmean(first), statistics.fmean(now)
-        noise = math.hypot(*(statistics.stdev(each) / math.sqrt(size) if size > 1 else 0.0 for each in (first, now)))
-        begun, ended = f"{before:.3g}", f"{after:.3g}"
-        if size > 1:  # the curve beside it begins and ends elsewhere
-            begun, ended = f"{begun} (mean of the first {size:,})", f"{ended} (of the last {size:,})"
-        if after < before - 2 * noise:
+    if means := loss_means(digest):
+        before, after = means
+        noise = math.hypot(before.error, after.error)
+        begun, ended = f"{before}", f"{after}"
+        if before.size > 1:
+            begun, ended = f"{begun} (mean of the first {before.size:,})", f"{ended} (of the last {after.size:,})"
+        if after.value < before.value - 2 * noise:
             yield "good", f"The loss fell from {begun} to {ended}."
-        elif after > before + 2 * noise:
+        elif after.value > before.value + 2 * noise:
             yield "bad", f"The loss rose from {begun} to {ended}."
         else:
             yield "fair", f"The loss did not fall: from {begun} to {ended}."

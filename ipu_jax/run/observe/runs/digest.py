@@ -22,6 +22,9 @@ from ipu_jax.base.showing import counted
 
 LOSS: Final = "loss"
 SPEED: Final = "samples per second"
+LAST_LOSS: Final = "last loss"
+MOST_RUNS: Final = 8
+"""The most runs on a page: four colours, each as a whole and as a dashed line (page.css)."""
 _ENDS: Final = ("end", "stopped", "failed")
 _TOLD: Final = ("start", "resumed", "compiled", "saved", "skipped", *_ENDS)
 _OF_EVERY_EVENT: Final = ("event", "time", "seconds", "updates", "epoch")
@@ -163,6 +166,16 @@ class Digest:
         """
         return {name: seconds for name, seconds in self._seconds.items() if seconds}
 
+    def values(self) -> dict[str, float]:
+        """Return the last value of each curve, and the median speed, by name."""
+        curves = {name: curve.points() for name, curve in self.curves.items()}
+        found = {name: self.curves[name].last[1] for name in curves if curves[name] and name not in (LOSS, SPEED)}
+        if curves[LOSS]:
+            found[LAST_LOSS] = self.curves[LOSS].last[1]
+        if curves[SPEED]:
+            found[SPEED] = statistics.median(value for _, value in curves[SPEED])
+        return found
+
     def figures(self) -> dict[str, str]:
         """Return the run's figures, as texts by name: progress, the last of each curve, speed and duration."""
         found: dict[str, str] = {}
@@ -170,13 +183,9 @@ class Digest:
         if made := self.updates:
             found["updates"] = f"{made:,}" + (f" of {total:,}" if total and total != made else "")
             found["updates"] += f" ({counted(made / per_epoch, 'epoch')})" if per_epoch else ""
-        for name, curve in self.curves.items():
-            if name not in (LOSS, SPEED) and curve.points():
-                found[name] = figure_in_words(name, float(curve.last[1]))
-        if self.curves[LOSS].points():
-            found["last loss"] = f"{self.curves[LOSS].last[1]:.4g}"
-        if speeds := [value for _, value in self.curves[SPEED].points()]:
-            found[SPEED] = f"{statistics.median(speeds):,.0f} (median)"
+        shown = {LAST_LOSS: "{:.4g}", SPEED: "{:,.0f} (median)"}
+        for name, value in self.values().items():
+            found[name] = shown[name].format(value) if name in shown else figure_in_words(name, float(value))
         if seconds := sum(self._seconds.values()):
             found["duration"] = duration(seconds)
         return found
@@ -198,7 +207,7 @@ class Digest:
         flags, defaults = (each if isinstance(each, dict) else {"flags": each} for each in given)
         by_flag = {name.replace("-", "_"): value for name, value in flags.items()}
         began = self.head.get("started") or (f"{_when(event)} UTC" if event.get("time") else None)
-        values = {_NAMES.get(key, key.replace("_", " ")): event.get(key, by_flag.get(key)) for key in _OF_HEAD}
+        values = {head_name(key): event.get(key, by_flag.get(key)) for key in _OF_HEAD}
         found = {"started": began, **values, "command": event.get("command") or None}
         self.head = {name: _text(value) for name, value in found.items() if value is not None}
         expected = event.get("expected")
@@ -221,6 +230,23 @@ class Digest:
         if len(self.rows) > _MOST_ROWS:
             middle = slice(_MOST_ROWS // 2, _MOST_ROWS // 2 + 2)
             self.rows[middle] = [("", "left out", f"this table has {_MOST_ROWS:,} rows")]
+
+
+def check_runs(runs: Mapping[str, Digest]) -> None:
+    """Raise `ValueError` if a page cannot show these runs: too many, or one without events."""
+    if len(runs) > MOST_RUNS:
+        raise ValueError(f"{len(runs)} runs are more than the {MOST_RUNS} that can be told apart: leave some out")
+    if empty := next((name for name, digest in runs.items() if not digest.events), None):
+        raise ValueError(f"{empty} has no events, so nothing is known of this run yet: leave it out")
+
+
+def head_name(key: str) -> str:
+    """Return the name in `Digest.head` of a value, or a flag, of a start.
+
+    >>> head_name("ipus"), head_name("samples-per-update")
+    ('IPUs of a replica', 'samples per update')
+    """
+    return _NAMES.get(key, key.replace("-", " ").replace("_", " "))
 
 
 def is_event(value: Json) -> bool:

@@ -23,9 +23,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Final
-
-import jax
+from typing import Final, Literal
 
 from ipu_jax.base.annotations import Json
 from ipu_jax.base.cli.output_paths import writable_folder
@@ -99,13 +97,24 @@ class RunLog:
             self._board = SummaryWriter(folder, filename_suffix=f".{time.time_ns()}")
         if path is not None:
             self._path = file = check_log(path)
-            for number, line in enumerate(_lines_of(file) if file.is_file() else (), 1):
-                try:
-                    self._keep(_event_in(line), line)
-                except ValueError:
-                    reason = f"{path} is not the log of a run, see line {number}: give another file, or remove it"
-                    raise ValueError(reason) from None
+            if file.is_file():
+                self._keep_all(_lines_of(file, "r+b"), f"{path}", "give another file, or remove it")
             self._file = file.open("a", encoding="utf-8", buffering=1)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> "RunLog":
+        """Return the log in a file as it is now, without writing to the file: another process may still write it.
+
+        Raises:
+            ValueError: the file does not exist, or is not such a log.
+            OSError: the file cannot be read.
+        """
+        log = cls()
+        log._path = check_log(path)
+        if not log._path.is_file():
+            raise ValueError(f"log {path} is not a file: give the log of a run, such as run.jsonl")
+        log._keep_all(_lines_of(log._path), f"{path}", "give another file")
+        return log
 
     def start(self, /, **values: Json) -> None:
         """Log that a run begins: its command, attempt, instances, devices and versions, and these values.
@@ -113,6 +122,8 @@ class RunLog:
         Raises:
             ValueError: one of these values has the name of another one.
         """
+        import jax  # which reading a log does not need
+
         kinds = sorted({device.device_kind for device in jax.devices()})
         versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
         if taken := sorted(values.keys() & {*ADDED_TO_START}):
@@ -183,6 +194,13 @@ class RunLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self.close()
 
+    def _keep_all(self, lines: Iterator[str], path: str, mend: str) -> None:
+        for number, line in enumerate(lines, 1):
+            try:
+                self._keep(_event_in(line), line)
+            except ValueError:
+                raise ValueError(f"{path} is not the log of a run, see line {number}: {mend}") from None
+
     def _keep(self, event: dict[str, Json], line: str) -> list[tuple[str, int, float]]:
         self._lines.append(line)
         self._size += len(line)
@@ -214,12 +232,13 @@ def check_log(path: str | os.PathLike[str]) -> Path:
     return file
 
 
-def _lines_of(path: Path) -> Iterator[str]:
-    """Yield the lines of a file. Remove a last line that was cut off, for example by a kill."""
-    with path.open("r+b") as file:
+def _lines_of(path: Path, mode: Literal["rb", "r+b"] = "rb") -> Iterator[str]:
+    """Yield the whole lines of a file. In mode "r+b", remove a last line that was cut off, for example by a kill."""
+    with path.open(mode) as file:
         for line in file:
             if line.startswith(b"{") and not line.endswith(b"\n"):
-                file.truncate(file.tell() - len(line))
+                if file.writable():
+                    file.truncate(file.tell() - len(line))
                 return
             yield line.decode(errors="replace")
 

@@ -9,7 +9,7 @@ const add = (parent, tag, attributes, text) => {
   parent.appendChild(element);
   return element;
 };
-const short = value => Math.abs(value) >= 10000 ? value.toLocaleString("en", { maximumFractionDigits: 0 })
+const short = value => Math.abs(value) >= 1e7 ? value.toExponential(2) : Math.abs(value) >= 10000 ? value.toLocaleString("en", { maximumFractionDigits: 0 })
   : String(Number(value.toPrecision(3)));
 const bytes = n => { for (const unit of ["B", "kB", "MB", "GB"]) { if (n < 1000) return short(n) + " " + unit; n /= 1000; }
   return short(n) + " TB"; };

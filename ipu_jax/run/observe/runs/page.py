@@ -6,11 +6,9 @@ Schedule --> its picture, by its times ---/
 """
 
 import html
-import json
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Final
 
@@ -18,14 +16,15 @@ import jax
 
 from ipu_jax.base.annotations import Json
 from ipu_jax.base.decorators import public
-from ipu_jax.base.opening import replacing
+from ipu_jax.base.showing import counted
 from ipu_jax.core.analysis.at_peak import Peak, in_words
 from ipu_jax.core.analysis.report import PipelineReport
 from ipu_jax.core.programs.cost import in_units
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.core.schedules.figures import BYTES, CONCURRENT, LOCAL, UPDATE, name_of
-from ipu_jax.run.observe.runs._verdict import advice_on, bubbles, verdict_of
+from ipu_jax.run.observe.runs._verdict import advice_on, bubbles, loss_means, verdict_of
 from ipu_jax.run.observe.runs.digest import Digest, duration, is_event
+from ipu_jax.run.observe.runs.html_parts import MARKS, MOST_POINTS, check_page, folded, table, write_page
 from ipu_jax.run.observe.runs.log import RunLog
 from ipu_jax.run.observe.tracing.timeline import TASKS, Slice, Timeline, group_in_words
 from ipu_jax.run.observe.tracing.trace_report import TraceReport, make_report, median_costs, net_seconds, simulated
@@ -33,8 +32,6 @@ from ipu_jax.training.update.state import TrainState
 
 _SCRIPTS: Final = ("page.js", "curves.js", "timeline.js", "memory.js")  # the first has what the others call
 _MOST_SLICES: Final = 6000
-_MOST_POINTS: Final = 1000
-_MARKS: Final = {"good": "✓", "fair": "!", "bad": "✗"}
 
 
 @public
@@ -72,7 +69,8 @@ def write_report(
     digest = events.digest if isinstance(events, RunLog) else Digest(events)
     report = None if timeline is None else make_report(timeline)
     data = {
-        "curves": digest.drawn(_MOST_POINTS),
+        "curves": digest.drawn(MOST_POINTS),
+        "means": [[one.first, one.last, one.value, f"{one}"] for one in loss_means(digest) or () if one.size > 1],
         "timeline": None if timeline is None else _shown(timeline),
         "memory": memory
         and {key: value for key, value in memory.items() if key != "peaks"}
@@ -80,10 +78,6 @@ def write_report(
     }
     parts = {
         "TITLE": html.escape(title),
-        "CSS": _file("page.css"),
-        "JS": "".join(map(_file, _SCRIPTS)),
-        # no text of the data can end the script
-        "DATA": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         "VERDICT": _verdict(digest, report),
         "FIGURES": _figures(digest, report),
         "HEAD": _head(digest),
@@ -94,14 +88,9 @@ def write_report(
         "PEAKS": _peaks((memory or {}).get("peaks", [])),
         "HISTORY": _history(digest.rows),
         "FLAGS": _flags(*digest.flags),
-        "VERSIONS": _table(digest.versions),
+        "VERSIONS": table(digest.versions),
     }
-    text = _file("page.html")
-    for name, part in parts.items():
-        text = text.replace(f"<!--{name}-->", part)
-    with replacing(path) as file:
-        file.write(text.encode(errors="replace"))  # such as half a surrogate pair in a command line
-    return Path(path)
+    return write_page(path, "page.html", _SCRIPTS, data, parts)
 
 
 def memory_of(report: PipelineReport, state: TrainState) -> dict[str, Json]:
@@ -127,9 +116,6 @@ def memory_of(report: PipelineReport, state: TrainState) -> dict[str, Json]:
 
 
 def _check(path: Json, events: Json, title: Json, pictures: Json, timeline: Json, memory: Json) -> None:
-    name = os.fspath(path) if isinstance(path, str | os.PathLike) else type(path).__name__
-    if not name.lower().endswith(".html"):
-        raise ValueError(f"path={name!r} is not an HTML file: give a name that ends in .html")
     is_log = isinstance(events, RunLog) or (isinstance(events, Sequence) and all(map(is_event, events)))
     are_pictures = isinstance(pictures, Mapping) and all(isinstance(one, str | Schedule) for one in pictures.values())
     has_bytes = memory is None or (
@@ -137,21 +123,20 @@ def _check(path: Json, events: Json, title: Json, pictures: Json, timeline: Json
         and "ipus" in memory
         and all(isinstance(peak, Peak) for peak in memory.get("peaks", ()))
     )
-    for name, given, is_right, mend in (
+    checks = (
         ("events", events, is_log, "a RunLog, or RunLog(path) of a file"),
         ("title", title, isinstance(title, str), "a text"),
         ("schedules", pictures, are_pictures, "them by title, such as {'planned': schedule}"),
         ("timeline", timeline, isinstance(timeline, Timeline | None), "recording.timeline"),
         ("memory", memory, has_bytes, "memory_of(report, state)"),
-    ):
-        if not is_right:
-            raise ValueError(f"{name}={type(given).__name__} is of the wrong type: give {mend}")
+    )
+    check_page(path, checks)
 
 
 def _verdict(digest: Digest, report: TraceReport | None) -> str:
     level, sentences = verdict_of(digest, report)
     first, *others = map(html.escape, sentences)
-    return f"<p class='verdict {level}'><b>{_MARKS[level]} {first}</b> {' '.join(others)}</p>"
+    return f"<p class='verdict {level}'><i>{MARKS[level]}</i> <b>{first}</b> {' '.join(others)}</p>"
 
 
 def _figures(digest: Digest, report: TraceReport | None) -> str:
@@ -203,7 +188,7 @@ def _time(timeline: Timeline, report: TraceReport) -> str:
     marked = "".join(
         f"<th><i {_look(kind)} style='{_paint(kind)}'></i>{kind}</th>" for kind in ("waiting", "update", "other")
     )
-    head = f"<th></th><th>mean of {report.steps} steps</th><th>busy</th>{marked}"
+    head = f"<td></td><th>mean of {report.steps} steps</th><th>busy</th>{marked}"
     head += "".join(f"<th>{title}</th>" for title in ("step", "bubble planned", "measured"))
     return f"<div class='scroll'><table class='time'><tr>{head}</tr>{''.join(rows)}</table></div>"
 
@@ -339,27 +324,11 @@ def _listed(sentences: Sequence[str]) -> str:
 
 
 def _flags(given: Mapping[str, str], others: Mapping[str, str]) -> str:
-    folded = (
-        f"<details><summary>{len(others)} flags at their defaults</summary>{_table(others)}</details>" if others else ""
-    )
-    return (_table(given) if given or not others else "") + folded
-
-
-def _table(rows: Mapping[str, str]) -> str:
-    if not rows:
-        return "<p>None are known.</p>"
-    cells = "".join(
-        f"<tr><th scope='row'>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
-        for name, value in rows.items()
-    )
-    return f"<div class='scroll'><table>{cells}</table></div>"
+    summary = f"{counted(len(others), 'flag')} at the default"
+    return (table(given) if given or not others else "") + folded(summary, others)
 
 
 def _history(rows: Sequence[tuple[str, str, str]]) -> str:
     cells = "".join(f"<tr>{''.join(f'<td>{html.escape(each)}</td>' for each in row)}</tr>" for row in rows)
-    head = "<tr><th>time (UTC)</th><th>event</th><th></th></tr>"
+    head = "<tr><th>time (UTC)</th><th>event</th><th>details</th></tr>"
     return f"<div class='scroll'><table class='history'>{head}{cells}</table></div>"
-
-
-def _file(name: str) -> str:
-    return (resources.files("ipu_jax.run.observe.runs") / name).read_text(encoding="utf-8")
