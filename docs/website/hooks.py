@@ -2,9 +2,9 @@
 
 Such a file, and a program in docs/, gets a page of its own below repository/: Markdown as it is, anything else as a
 code block, and a folder by its README.md. So the site is complete without the address of a repository. A notebook
-gets a page with its stored outputs, which Jupyter writes: `jupyter nbconvert --execute --inplace
---ExecutePreprocessor.record_timing=False FILE`. In `nav`, `folder/*.md` stands for all pages of a folder. The front
-page has no sidebars. In a clone of a public repository, the site leads there, and each page to its own file.
+gets a page with its stored outputs, which `make pictures` writes. In `nav`, `folder/*.md` stands for all pages of a
+folder. The front page has no sidebars. In a clone of a public repository, the site leads there, and each page to its
+own file.
 """
 
 import base64
