@@ -46,14 +46,10 @@ def test_a_command_prints_what_the_page_shows(command, shown):
         assert "[1,1]<stdout>:[Epoch" not in done.stdout
 
 
-def test_the_page_shows_how_the_code_changes():
-    lines = lambda text: {line.strip() for line in text.splitlines()}
-    before = lines("".join(documents.blocks(PAGE, "python")))
-    changes = "".join(documents.blocks(PAGE, "diff")).splitlines()
-    removed, added = ({line[1:].strip() for line in changes if line[0] == sign} for sign in "-+")
-    assert removed <= before, removed - before
-    assert added <= lines(SCRIPT), added - lines(SCRIPT)
-    assert not removed & lines(SCRIPT)
+def test_the_page_shows_lines_of_the_script():
+    shown = {line[1:].strip() for line in "".join(documents.blocks(PAGE, "diff")).splitlines()}
+    assert len(shown) > 8
+    assert shown <= {line.strip() for line in SCRIPT.splitlines()}
 
 
 def test_a_drawing_is_decoded_point_by_point():
