@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from ipu_jax.base.annotations import Function, Params, Value
 
 _CHANGED_BY_NNX: Final = ("BatchStat", "Cache", "Intermediate", "RngState")
-_FREEZE: Final = """params{} is a {}, which the function reads, and leaves as it is: it is not a weight, and would be trained
-as one. Freeze all but the weights:
+_FREEZE: Final = """params{} is a {}, which the function reads, and leaves as it is: it is not a weight, and would be
+trained as one. Freeze all but the weights:
 
     from flax import nnx
     is_variable = lambda node: isinstance(node, nnx.Variable)
