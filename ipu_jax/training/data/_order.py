@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ipu_jax.base.checks import as_int, check_choice, check_count
-from ipu_jax.training.data.buckets import grouped
 
 
 class BatchDims:
@@ -213,7 +212,7 @@ class EpochOrder:
                 if self._sizes is not None:  # the examples that are left out are chosen before, whatever their length
                     per_batch = self.dims.per_batch
                     end = self.examples - (left := self.examples % per_batch) + self.dims.kept(left)
-                    order[:end] = grouped(order[:end], self._sizes, per_batch)
+                    order[:end] = _grouped(order[:end], self._sizes, per_batch)
                 # two orders are kept, since at the end of an epoch some workers are in the next epoch already
                 self._orders = {key: self._orders[key] for key in sorted(self._orders)[-1:]} | {epoch: order}
             return self._orders[epoch]
@@ -261,3 +260,32 @@ class EpochOrder:
         """
         is_in_group = self._sizes is not None and self.dims.remainder != "drop"
         return position + self.dims.per_batch - is_in_group * (position % self.dims.per_batch)
+
+
+def _grouped(order: npt.NDArray[np.intp], sizes: npt.NDArray[np.intp], per_batch: int) -> npt.NDArray[np.intp]:
+    """Return an order in which every `per_batch` examples are of one bucket, as far as they fill batches.
+
+    Each bucket collects its own examples, and a batch comes where its last example is in the shuffled order. Examples
+    that are left over share batches, the longest first. So there are as many batches as without buckets, and only the
+    last one is incomplete.
+
+        by bucket       8 16 8 8 16 16 8 16 8
+        batches of 2    8 8 | 16 16 | 8 8 | 16 16 | 8
+
+    Args:
+        order: the shuffled order, (n,).
+        sizes: the bucket of each example, by its number.
+        per_batch: the examples of a batch.
+
+    >>> _grouped(np.arange(9), np.array([8, 16, 8, 8, 16, 16, 8, 16, 8]), 2).tolist()
+    [0, 2, 1, 4, 3, 6, 5, 7, 8]
+    """
+    of = sizes[order]
+    by_size = [np.flatnonzero(of == size) for size in np.unique(of)[::-1]]
+    full = [len(places) - len(places) % per_batch for places in by_size]
+    whole = [places[:count] for places, count in zip(by_size, full, strict=True)]
+    places = np.concatenate([*whole, *[places[count:] for places, count in zip(by_size, full, strict=True)]])
+    end = len(places) - len(places) % per_batch
+    batches = places[:end].reshape(-1, per_batch)
+    batches = batches[np.argsort(batches.max(axis=1))]
+    return order[np.concatenate([batches.reshape(-1), places[end:]])]

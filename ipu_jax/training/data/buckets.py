@@ -1,12 +1,8 @@
-"""Pad examples of unlike lengths to a few sizes, and group an epoch's examples into batches of like lengths.
+"""Pad examples of unlike lengths to a few sizes.
 
-    buckets=(8, 16)                 a batch of lengths 5, 7 and 8 is (3, 8), and of 5, 7 and 9 (3, 16)
+    buckets=(8, 16)     a batch of lengths 5, 7 and 8 is (3, 8), and of 5, 7 and 9 (3, 16)
 
-    the shuffled order, by bucket   8 16 8 8 16 16 8 16 8         each bucket collects its own examples, and a batch
-    batches of 2                    8 8 | 16 16 | 8 8 | 16 16 | 8  comes where its last example is in the order
-
-Examples that are left over share batches, the longest first. So an epoch has as many batches as without buckets, only
-its last batch is incomplete, and a position is still the number of examples before it.
+Examples are padded to the largest bucket where they are read, and a batch is cut to its bucket before it is sent.
 """
 
 import dataclasses
@@ -114,10 +110,7 @@ class Padding:
             listed = ", ".join(f"{length} at {name}" for name, length in found.items())
             raise ValueError(f"{what()} has several lengths, {listed}: {_DIMS}")
         if found[longest] > self._largest and not self._buckets.truncate:
-            raise ValueError(
-                f"{what()} has length {found[longest]} at {longest}, and the largest bucket is {self._largest}: give a "
-                "larger one, leave the example out, or say Buckets(..., truncate=True)"
-            )
+            raise _too_long(f"{what()} has length {found[longest]} at {longest}", self._largest)
         return min(found[longest], self._largest)
 
     def padded(self, rows: Sequence[np.ndarray], fills: Sequence[float]) -> list[np.ndarray]:
@@ -186,33 +179,13 @@ def checked_lengths(buckets: Buckets, examples: int) -> npt.NDArray[np.intp] | N
             "examples: give an int of at least 0 for each"
         )
     if lengths.max() > largest and not buckets.truncate:
-        raise ValueError(
-            f"example {lengths.argmax()} has length {lengths.max()} in lengths, and the largest bucket is {largest}: "
-            "give a larger one, leave the example out, or say Buckets(..., truncate=True)"
-        )
+        raise _too_long(f"example {lengths.argmax()} has length {lengths.max()} in lengths", largest)
     return np.minimum(lengths, largest).astype(np.intp)
 
 
-def grouped(order: npt.NDArray[np.intp], sizes: npt.NDArray[np.intp], per_batch: int) -> npt.NDArray[np.intp]:
-    """Return an order in which every `per_batch` examples are of one bucket, as far as they fill batches.
-
-    Args:
-        order: the shuffled order, (n,).
-        sizes: the bucket of each example, by its number.
-        per_batch: the examples of a batch.
-
-    >>> grouped(np.arange(9), np.array([8, 16, 8, 8, 16, 16, 8, 16, 8]), 2).tolist()
-    [0, 2, 1, 4, 3, 6, 5, 7, 8]
-    """
-    of = sizes[order]
-    by_size = [np.flatnonzero(of == size) for size in np.unique(of)[::-1]]
-    full = [len(places) - len(places) % per_batch for places in by_size]
-    whole = [places[:count] for places, count in zip(by_size, full, strict=True)]
-    places = np.concatenate([*whole, *[places[count:] for places, count in zip(by_size, full, strict=True)]])
-    end = len(places) - len(places) % per_batch
-    batches = places[:end].reshape(-1, per_batch)
-    batches = batches[np.argsort(batches.max(axis=1))]
-    return order[np.concatenate([batches.reshape(-1), places[end:]])]
+def _too_long(what: str, largest: int) -> ValueError:
+    mend = "give a larger one, leave the example out, or say Buckets(..., truncate=True)"
+    return ValueError(f"{what}, and the largest bucket is {largest}: {mend}")
 
 
 def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:

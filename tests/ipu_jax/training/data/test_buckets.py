@@ -3,7 +3,7 @@
 The expected batches come from a plain loop over the epoch's permutation, in which each bucket collects its examples.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -184,10 +184,10 @@ DIM = "give the dim of the length"
 
 @refusals(
     *(
-        (lambda bad=bad: Buckets(bad), f"buckets={bad!r}", "are not sizes", "ascending ints, such as (128, 256, 512)")
+        (lambda bad=bad: feed_of(buckets=bad), f"buckets={bad!r}", "are not sizes", "such as (128, 256, 512)")
         for bad in ((), (0, 8), (8, 8), (16, 8), (8.0,), 8, "8")
     ),
-    (lambda: Buckets((8,), truncate="no"), "truncate='no'", "not a bool", "give True or False"),
+    (lambda: Buckets((8,), truncate=cast(Any, "no")), "truncate='no'", "not a bool", "give True or False"),
     (lambda: feed_of({"x": np.zeros((9, 3))}, items=None), "buckets=(4, 8, 16)", "one length", "items='examples'"),
     (lambda: feed_of(LONG, (1, 2), fill=0), "example 1 has length 3 at example['tokens']", "bucket is 2", MEND),
     (lambda: feed_of(LONG, Buckets((2,), lengths=[1, 3]), fill=0), "example 1 has length 3 in lengths", "is 2", MEND),
