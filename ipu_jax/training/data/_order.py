@@ -6,7 +6,8 @@
 
 The order does not depend on the number of instances, and the examples read from an epoch are always its first
 `position` examples. So a position is two numbers, and any number of instances, with batches of any size, can continue
-from it: no example is lost, and none is read twice. This module does not import jax.
+from it: no example is lost, and none is read twice. With buckets of lengths, an epoch's order also depends on the size
+of its batches. This module does not import jax.
 """
 
 import dataclasses

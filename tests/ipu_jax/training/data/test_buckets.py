@@ -10,6 +10,8 @@ import pytest
 
 from ipu_jax import Feed, Pipeline, TrainOptions, make_mesh, make_train_step
 from ipu_jax.io import Buckets
+from support import across_feeds
+from support.programs import run_instances
 from support.refusals import refusals, refused
 
 COUNT, SIZES = 101, (4, 8, 16)
@@ -67,9 +69,10 @@ def test_each_bucket_collects_its_own_examples_and_the_rest_of_an_epoch_shares_b
 
 
 def test_batches_that_wrap_hold_the_longest_of_the_examples_that_come_again():
-    for batch in feed_of(remainder="wrap", micro_batch=8).epoch():
-        ids = np.asarray(batch.data["id"]).reshape(-1).tolist()
-        assert check_rows(batch, ids) == ids
+    source = [{"x": np.ones(n)} for n in (9, 9, 1, 1, 2)]
+    batches = list(feed_of(source, fill=0, remainder="wrap", micro_batch=2, shuffle=False).epoch())
+    assert [batch.data["x"].shape[-1] for batch in batches] == [16, 4, 16]
+    assert batches[-1].data["x"].sum(axis=-1).tolist() == [[2, 9]]
 
 
 @pytest.mark.parametrize("instances", [1, 2])
@@ -175,6 +178,15 @@ def cut_step() -> Any:
     one = {"tokens": np.zeros((4, 16), np.int32), "id": np.zeros(4, np.int32)}
     cut = Pipeline.from_function(loss, np.ones((), np.float32), one, ipus=1, gradient_accumulation=1)
     return make_train_step(cut, optax.sgd(0.1), TrainOptions())
+
+
+@pytest.mark.slow
+def test_two_processes_train_with_the_same_buckets_as_one():
+    alone = across_feeds.feed_in_buckets(4)
+    assert {*alone["sizes"]} == {4, 8, 16}
+    for found in run_instances(across_feeds.feed_in_buckets, [2, 2], replicas=4):
+        assert found["sizes"].tolist() == alone["sizes"].tolist()
+        np.testing.assert_allclose(found["losses"], alone["losses"], rtol=1e-5)
 
 
 LONG = [{"tokens": [1]}, {"tokens": [1, 2, 3]}]
