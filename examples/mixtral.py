@@ -6,8 +6,8 @@
             device 3   sequences 4-7, experts 2-3   /
 
 The router, its balance loss and attention are whole-array code, which XLA splits by sequences. The exchange is a
-`jax.shard_map` over "expert" in the function that `Pipeline.from_function` cuts. It learns to count: python -m
-examples.mixtral
+`jax.shard_map` over "expert", an axis of type Auto, in the function that `Pipeline.from_function` cuts. It learns to
+count: python -m examples.mixtral
 
 B sequences, T tokens, D features, E experts, K experts of a token, F hidden features, N devices of an IPU, R = B T K /
 N rows that a device has, S = R N that it has room for (Jiang et al. 2024, arXiv:2401.04088).
@@ -31,7 +31,7 @@ def exchanged(x_BTD, chances_BTE, p):
     """Return what the experts of all devices make of a device's tokens, and the chosen experts (B, T, K).
 
     Communicates over "expert" three all-to-alls in F, of rows, numbers and results, and two in B. Shapes are static, so
-    a device sends each other one a block with room for all its rows; only rows that came are computed.
+    each block has room for all rows of a device. The products skip what is empty where XLA has a kernel for that.
     """
     experts, devices = len(p["up"]), lax.axis_size("expert")  # of a device, of an IPU
     exchange = lambda blocks: lax.all_to_all(blocks, "expert", 0, 0, tiled=True)

@@ -5,10 +5,10 @@
     IPU 1   device 2   tokens 0-7    \\            -> layer 1 -> loss
             device 3   tokens 8-15   /
 
-All but the attention is whole-array code, which XLA splits by tokens. The ring is a `jax.shard_map` over "context" in
-the function that `Pipeline.from_function` cuts. XLA pairs a permute with the permutes of all devices of the mesh, so
-all IPUs run a layer together (`guards="uniform"`): the pipeline finds that out by itself. It learns to count: python -m
-examples.ring
+All but the attention is whole-array code, which XLA splits by tokens. The ring is a `jax.shard_map` over "context", an
+axis of type Auto, in the function that `Pipeline.from_function` cuts. XLA pairs a permute with the permutes of all
+devices of the mesh, so all IPUs run a layer together (`guards="uniform"`): the pipeline finds that out by itself. It
+learns to count: python -m examples.ring
 
 B sequences, T query tokens and S key tokens of a device, H heads of K features (Liu et al. 2023, arXiv:2310.01889).
 """
