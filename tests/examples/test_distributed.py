@@ -1,6 +1,5 @@
-"""Test the example that several processes run: it prints what its tutorial shows, and the tutorial has its code."""
+"""Test the example that several processes run: it prints what its tutorial shows, which shows how it came to be."""
 
-import ast
 import os
 import re
 import shlex
@@ -47,35 +46,10 @@ def test_a_command_prints_what_the_page_shows(command, shown):
         assert "[1,1]<stdout>:[Epoch" not in done.stdout
 
 
-def functions_of(text):
-    """Return the functions and classes of a program, and its constants, as code without docstrings."""
-    found = {}
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            if ast.get_docstring(node):
-                node.body = node.body[1:]
-            found[node.name] = ast.unparse(node)
-        elif isinstance(node, ast.Assign):
-            found[ast.unparse(node.targets[0])] = ast.unparse(node)
-    return found
-
-
-def test_the_page_has_the_code_of_the_example():
-    page, script = functions_of("".join(documents.blocks(PAGE, "python"))), functions_of(SCRIPT)
-    same = page.keys() & script.keys()
-    assert same == script.keys() - {"parse_arguments", "main"}
-    for name in same:
-        assert page[name] == script[name], name
-
-
-def test_the_page_shows_how_the_code_changes():
-    lines = lambda text: {line.strip() for line in text.splitlines()}
-    before = lines("".join(documents.blocks(PAGE, "python")))
-    changes = "".join(documents.blocks(PAGE, "diff")).splitlines()
-    removed, added = ({line[1:].strip() for line in changes if line[0] == sign} for sign in "-+")
-    assert removed <= before, removed - before
-    assert added <= lines(SCRIPT), added - lines(SCRIPT)
-    assert not removed & lines(SCRIPT)
+def test_the_page_shows_lines_of_the_script():
+    shown = {line[1:].strip() for line in "".join(documents.blocks(PAGE, "diff")).splitlines()}
+    assert len(shown) > 8
+    assert shown <= {line.strip() for line in SCRIPT.splitlines()}
 
 
 def test_a_drawing_is_decoded_point_by_point():
