@@ -35,7 +35,7 @@ MINUTES_OF_CPU := 'NR == 2 { gsub("s", ""); split($$1, a, "m"); split($$2, b, "m
     printf "CPU time with the type checker: %.1f minutes\n", a[1] + b[1] + (a[2] + b[2]) / 60 }'
 
 .DEFAULT_GOAL := help
-.PHONY: help venv aot test test-all test-budget coverage random api mnist bench faults pictures docs docs-serve format clean
+.PHONY: help venv aot test test-all test-budget coverage random api mnist bench faults pictures strangers docs docs-serve format clean
 
 # A .venv that was left half-made, was moved, lost its Python, or has another one than PYTHON asks for is made anew.
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(FINGERPRINT))
@@ -136,6 +136,9 @@ faults: $(STAMP) ## break a training in fifteen ways, 20 times each
 
 pictures: $(STAMP) ## draw the pictures of the documentation, and run its notebook
 	PYTHONPATH=benchmarks:tests $(BIN)/python -m docs.website.pictures $(PICTURES)
+
+strangers: $(STAMP) ## cut model files of other projects, which it fetches, and write their table into docs/gallery.md
+	PYTHONPATH=.:tests $(BIN)/python tests/strangers/table.py $(STRANGERS)
 
 docs: $(STAMP) ## build the documentation into site/, and fail if a link leads nowhere
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

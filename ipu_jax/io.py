@@ -7,7 +7,7 @@ from ipu_jax.training.checkpoints.checkpoints import (
     Restored,
     SaveError,
 )
-from ipu_jax.training.data.feed import Feed, FeedBatch
+from ipu_jax.training.data.feed import Buckets, Feed, FeedBatch
 from ipu_jax.training.data.prefetch import FeedTimeoutError
 from ipu_jax.training.data.source import normalise
 from ipu_jax.training.weight_files.exporting import export_weights
@@ -15,6 +15,7 @@ from ipu_jax.training.weight_files.importing import import_weights
 from ipu_jax.training.weight_files.saved import Saved
 
 __all__ = [
+    "Buckets",
     "CheckpointError",
     "CheckpointWarning",
     "Checkpoints",

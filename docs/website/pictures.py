@@ -1,7 +1,8 @@
-"""Draw every picture of the documentation, and run its notebook. `make pictures` does it in about a minute.
+"""Draw every picture of the documentation, and run its notebook. `make pictures` does it in about three minutes.
 
 schedules, bytes   by the code of the pages that show them, or by `SCHEDULES`
 plots              from the record of the benchmarks, benchmarks/results.json
+gallery            from the programs of the gallery, some of which train
 screens            by a browser, of pages that real runs wrote: timeline.png, report.png
 
 python -m docs.website.pictures [NAME ...]    only these, such as pipelined-step.svg
@@ -17,7 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from docs.website import cells, plots
+from docs.website import cells, gallery, plots
+from ipu_jax import configure
 from ipu_jax.core.schedules import Schedule, make_schedule
 from ipu_jax.core.schedules.figures import written
 from support import browsing
@@ -104,7 +106,7 @@ SCREENS: Final[dict[str, Callable[[Path], Any]]] = {"timeline.png": timeline, "r
 def main(names: list[str]) -> None:
     """Draw the pictures of these names, or all."""
     of_pages = programs()
-    chosen = names or [*of_pages, *SCHEDULES, *plots.PLOTS, *SCREENS]
+    chosen = names or [*of_pages, *SCHEDULES, *plots.PLOTS, *gallery.GALLERY, *SCREENS]
     for program in dict.fromkeys(of_pages[name] for name in chosen if name in of_pages):
         draw_by(program, FOLDER)
     for name in chosen:
@@ -113,10 +115,13 @@ def main(names: list[str]) -> None:
             SCHEDULES[name]().plot(FOLDER / name)
         elif name in plots.PLOTS:
             written(FOLDER / name, plots.PLOTS[name])
+        elif name in gallery.GALLERY:
+            written(FOLDER / name, gallery.GALLERY[name])
         elif name in SCREENS:
             with tempfile.TemporaryDirectory() as folder:
                 SCREENS[name](Path(folder))
 
 
 if __name__ == "__main__":
+    configure(8)
     main(sys.argv[1:])

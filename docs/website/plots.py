@@ -37,12 +37,12 @@ def memory() -> "Figure":
 
     def draw(axes: "Axes") -> None:
         for name, (colour, text) in lines.items():
-            _line(axes, counts, values[name], colour, f"{text}: {values[name][-1]:.1f} MB")
+            line_to(axes, counts, values[name], colour, f"{text}: {values[name][-1]:.1f} MB")
         axes.set(xticks=counts, xlabel="micro-batches in a step")
 
     usual, ours = values["usual idiom"][-1], values["ipu_jax"][-1]
     title = f"{counts[-1]} micro-batches take {usual:.1f} MB of memory in the usual pipeline, and {ours:.1f} MB here"
-    return _plot(title, "Temporary MB per device: eight layers of 1024 x 1024 in two stages, as XLA reports it", draw)
+    return plotted(title, "Temporary MB per device: eight layers of 1024 x 1024 in two stages, as XLA reports it", draw)
 
 
 def split_head() -> "Figure":
@@ -54,13 +54,14 @@ def split_head() -> "Figure":
 
     def draw(axes: "Axes") -> None:
         for name, colour in lines.items():
-            _line(axes, columns, values[name], colour, f"{name}: {values[name][-1]:.1f} MB")
+            line_to(axes, columns, values[name], colour, f"{name}: {values[name][-1]:.1f} MB")
         axes.set_xticks(columns, [f"{n:,}" for n in columns])
         axes.set_xlabel("columns of the head, such as words of a vocabulary")
 
     one, both = (values[name][-1] for name in lines)
     title = f"A head of {columns[-1]:,} columns takes {one:.1f} MB on one IPU, and {both:.1f} MB split over two"
-    return _plot(title, "Temporary MB of the fuller IPU: four layers of 256 x 256 and a head, as XLA reports it", draw)
+    said = "Temporary MB of the fuller IPU: four layers of 256 x 256 and a head, as XLA reports it"
+    return plotted(title, said, draw)
 
 
 def long_run() -> "Figure":
@@ -77,13 +78,13 @@ def long_run() -> "Figure":
     def draw(axes: "Axes") -> None:
         for name, (colour, _) in looks.items():
             step = 3000 // len(curves[name])
-            _line(axes, [step * (k + 1) for k in range(len(curves[name]))], curves[name], colour)
+            line_to(axes, [step * (k + 1) for k in range(len(curves[name]))], curves[name], colour)
         axes.set(yscale="log", ylim=(1e-8, 1e-2), xlabel="updates", xticks=range(0, 3001, 500))
         axes.set_yticks([1e-8, 1e-6, 1e-4, 1e-2], ["0.000001%", "0.0001%", "0.01%", "1%"])
 
     title = f"One rounding error moves the loss by {rounding:.2%} in 3,000 updates; a pipeline moves it by {ours:.2%}"
     said = "Largest difference so far from the loss on one device; a GPT of 0.8 million parameters"
-    return _plot(title, said, draw, left=76.0, right=20.0, legend={text: colour for colour, text in looks.values()})
+    return plotted(title, said, draw, left=76.0, right=20.0, legend={text: colour for colour, text in looks.values()})
 
 
 def reading() -> "Figure":
@@ -111,7 +112,7 @@ def reading() -> "Figure":
     title = "Workers help where reading waits, instances where Python decodes"
     said = "Eight replicas on two cores, each way of reading beside one process with one worker"
     legend = {name: colour for name, colour in kinds.values()}
-    return _plot(title, said, draw, left=150.0, right=50.0, legend=legend, height=300.0)
+    return plotted(title, said, draw, left=150.0, right=50.0, legend=legend, height=300.0)
 
 
 PLOTS: Final[dict[str, Callable[[], "Figure"]]] = {
@@ -126,14 +127,14 @@ def _figures_of(script: str) -> dict[str, float]:
     return {figure.name: figure.value for figure in results.read()[script].figures}
 
 
-def _line(axes: "Axes", x: Sequence[float], y: Sequence[float], colour: str, text: str = "") -> None:
+def line_to(axes: "Axes", x: Sequence[float], y: Sequence[float], colour: str, text: str = "") -> None:
     """Draw a line, and a text beside its end."""
     axes.plot(x, y, color=colour, lw=2.0, marker="o" if len(x) < 10 else None, ms=5.0, clip_on=False)
     style: dict[str, Any] = {"color": colour, "weight": "bold", "size": _LETTERS, "va": "center"}
     axes.annotate(text, (x[-1], y[-1]), xytext=(10, 0), textcoords="offset points", annotation_clip=False, **style)
 
 
-def _plot(
+def plotted(
     title: str,
     said: str,
     draw: Callable[["Axes"], None],
@@ -142,12 +143,13 @@ def _plot(
     right: float = 190.0,
     legend: Mapping[str, str] | None = None,
     height: float = 280.0,
+    below: float = _BELOW,
 ) -> "Figure":
     """Return a figure with one plot, which `draw` draws.
 
     Args:
         title, said: the message, and what is drawn.
-        left, right: the room beside the axes.
+        left, right, below: the room beside the axes, and below.
         legend: the colour of each name.
     """
 
@@ -157,8 +159,8 @@ def _plot(
         figure.suptitle(title, y=1 - MARGIN / height, weight="bold", size=_TITLE, color=INK, **style)
         figure.text(y=1 - (MARGIN + 21.0) / height, s=said, size=_LETTERS, color=FAINT, **style)
         above = _ABOVE + (18.0 if legend else 0.0)
-        size = (WIDTH - left - right) / WIDTH, (height - above - _BELOW) / height
-        axes = figure.add_axes((left / WIDTH, _BELOW / height, *size))
+        size = (WIDTH - left - right) / WIDTH, (height - above - below) / height
+        axes = figure.add_axes((left / WIDTH, below / height, *size))
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.spines["bottom"].set_color(LINE)
         axes.grid(axis="y", color=LINE, lw=0.75)
@@ -166,13 +168,13 @@ def _plot(
         draw(axes)
         axes.tick_params(length=0, which="both", labelsize=_LETTERS, labelcolor=FAINT, pad=6.0)
         axes.xaxis.label.set(size=_LETTERS, color=FAINT)
-        if axes.get_yscale() == "linear" and not axes.yaxis_inverted():
+        if axes.get_yscale() == "linear" and axes.get_autoscaley_on() and not axes.yaxis_inverted():
             axes.set_ylim(bottom=0)
         if legend:
             from matplotlib.patches import Patch
 
             patches = [Patch(fc=colour, label=name) for name, colour in legend.items()]
             at = MARGIN / WIDTH, 1 - (MARGIN + 42.0) / height
-            figure.legend(handles=patches, loc="upper left", bbox_to_anchor=at, ncols=3, fontsize=_LETTERS)
+            figure.legend(handles=patches, loc="upper left", bbox_to_anchor=at, ncols=len(patches), fontsize=_LETTERS)
 
     return drawn(whole)

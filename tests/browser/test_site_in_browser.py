@@ -12,7 +12,7 @@ from support.built_site import ADDRESS, built_site
 LONGEST = "the reference's longest"
 PAGES = (
     *("index.html", "tutorials/function.html", "tutorials/notebook.html", LONGEST),
-    *("measured.html", "coming-from/poptorch.html", "watching.html"),
+    *("gallery.html", "measured.html", "coming-from/poptorch.html", "watching.html"),
 )
 
 # The longest line of code that is wider than its frame. A printed sentence may wrap there, and a printed table may not.

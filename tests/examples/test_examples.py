@@ -19,7 +19,17 @@ from examples import any_function, equinox_attention, linen_convnet, nnx_transfo
 from support.dense import largest_relative_error
 
 GLUE = 11
-LINES = {"annotated_flax": 68, "llama": 150, "lora": 100, "dpo": 100, "distill": 100}
+LINES = {
+    "annotated_flax": 68,
+    "llama": 150,
+    "lora": 100,
+    "dpo": 100,
+    "distill": 100,
+    "mixtral": 120,
+    "ring": 120,
+    "unet": 100,
+    "gan": 100,
+}
 SOURCES = {
     linen_convnet: linen_convnet.images,
     nnx_transformer: nnx_transformer.sequences,
@@ -160,5 +170,5 @@ def test_every_example_is_tried():
     names = {path.stem for path in Path(training.__file__).parent.glob("*.py")}
     # tried by the files beside this
     special = {"balance_loss", "attention_residuals", "multi_token", "annotated_flax", "llama"}
-    elsewhere = special | {"distributed", "gpt", "serve", "lora", "dpo", "distill"}
+    elsewhere = special | {"mixtral", "ring", "unet", "gan", "distributed", "gpt", "serve", "lora", "dpo", "distill"}
     assert names == {example.__name__.split(".")[-1] for example in SOURCES} | {"training"} | elsewhere

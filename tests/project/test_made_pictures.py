@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import results
-from docs.website import pictures, plots
+from docs.website import gallery, pictures, plots
 from docs.website.cells import outputs_of
 from support import documents
 
@@ -30,7 +30,7 @@ def assert_same(name: str, drawn: str) -> None:
 
 
 def test_each_picture_is_made_by_the_command_and_shown_somewhere():
-    made = [*pictures.programs(), *pictures.SCHEDULES, *plots.PLOTS, *pictures.SCREENS]
+    made = [*pictures.programs(), *pictures.SCHEDULES, *plots.PLOTS, *gallery.GALLERY, *pictures.SCREENS]
     assert sorted(made) == sorted(path.name for path in pictures.FOLDER.iterdir())
     pages = [documents.ROOT / "README.md", *pictures.DOCS.rglob("*.md"), pictures.NOTEBOOK]
     shown = {name for page in pages for name in re.findall(r"pictures/([\w-]+\.\w+)", page.read_text())}
@@ -53,6 +53,27 @@ def test_the_other_drawings_are_up_to_date(name: str, tmp_path: Path, monkeypatc
     pictures.main([name])
     monkeypatch.undo()
     assert_same(name, (tmp_path / name).read_text())
+
+
+@pytest.mark.fast("gallery-unet.svg", "gallery-experts.svg")
+@pytest.mark.parametrize("name", gallery.GALLERY)
+def test_a_picture_of_the_gallery_is_up_to_date(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pictures, "FOLDER", tmp_path)
+    pictures.main([name])
+    monkeypatch.undo()
+    if name in gallery.TRAINED:  # on another machine, points lie elsewhere
+        drawn, shown = (" ".join(drawing((folder / name).read_text())[0]) for folder in (tmp_path, pictures.FOLDER))
+        assert documents.where_shown(shown, drawn) is not None, drawn
+    else:
+        assert_same(name, (tmp_path / name).read_text())
+
+
+def test_the_gallery_has_an_entry_with_the_message_of_each_small_picture():
+    entries = re.findall(r"^!\[(.*)\]\(pictures/(.*)\)$", (pictures.DOCS / "gallery.md").read_text(), re.MULTILINE)
+    assert [name for _, name in entries] == [*gallery.GALLERY]
+    for said, name in entries:
+        assert said in drawing((pictures.FOLDER / name).read_text())[0]
+        assert (pictures.FOLDER / name).stat().st_size < 60_000
 
 
 def test_plots_say_what_the_record_says_and_pages_say_it_too(monkeypatch: pytest.MonkeyPatch):

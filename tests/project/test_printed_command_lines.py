@@ -112,7 +112,7 @@ def run(words: list[str], page: Path, monkeypatch: Any) -> None:
         return _is_in_the_pages_script(words[2:], page)
     as_module = words[1] == "-m"
     monkeypatch.setattr(sys, "argv", words[2:] if as_module else words[1:])
-    if as_module and words[2] in ("examples.linen_convnet",):
+    if as_module and words[2].startswith("examples.") and "ArgumentParser" not in _source_of(words[2]):
         return _takes_a_folder_and_updates(words)
     if as_module:
         monkeypatch.delitem(sys.modules, words[2], raising=False)  # another test may have imported it
@@ -126,11 +126,19 @@ def run(words: list[str], page: Path, monkeypatch: Any) -> None:
 
 
 def _takes_a_folder_and_updates(words: list[str]) -> None:
-    """Check the arguments of an example, which has no parser: a folder and the number of updates."""
-    assert importlib.util.find_spec(words[2])
-    folder, updates = words[3:]
-    assert not folder.startswith("-")
-    assert updates.isdigit()
+    """Check the arguments of an example that has no parser: none, or a folder and the number of updates."""
+    if words[3:]:
+        folder, updates = words[3:]
+        assert not folder.startswith("-")
+        assert updates.isdigit()
+        assert "sys.argv" in _source_of(words[2])
+
+
+def _source_of(module: str) -> str:
+    found = importlib.util.find_spec(module)
+    assert found is not None, module
+    assert found.origin is not None, module
+    return Path(found.origin).read_text()
 
 
 def _is_in_the_pages_script(words: list[str], page: Path) -> None:

@@ -82,6 +82,24 @@ def feed_trains(replicas: int, ipus: int) -> Results:
     return named("whole", step.whole(state))
 
 
+def feed_in_buckets(replicas: int) -> Results:
+    """Return the losses of an epoch of examples of unlike lengths, and the length of each batch."""
+
+    def loss(w: Any, mb: Any) -> Any:
+        counts = mb["n"] > 0
+        return (w * mb["n"] * counts).sum(), counts.sum()
+
+    step = make_train_step(loss, optax.sgd(0.001), TrainOptions(replication_factor=replicas, weighted=True))
+    state, losses, sizes = step.init(np.float32(1)), list[float](), list[int]()
+    examples = [{"n": np.full(k * 7 % 16 + 1, k + 1)} for k in range(61)]
+    with Feed(examples, items="examples", step=step, micro_batch=3, buckets=(4, 8, 16), seed=4, epochs=1) as feed:
+        for batch in feed:
+            state, outputs = step(state, batch)
+            losses.append(float(outputs.loss))
+            sizes.append(batch.data["n"].shape[-1])
+    return {"losses": np.array(losses), "sizes": np.array(sizes)}
+
+
 def trained_and_refused(replicas: int, ipus: int, each: list[dict[str, Any]]) -> Results:
     """Return the results of training, and errors by names that begin with "refused", of two processes of one device."""
     mesh = make_mesh(1, 2)

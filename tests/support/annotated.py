@@ -14,8 +14,10 @@ One block is on each IPU, and the head on the last one. `BLOCKS` says what each 
     plain       mlp without annotations and specs
     shift       tokens over "tensor", of which each reads the one before it
     convolution tokens over "tensor", of which each reads its neighbours
+    experts     a mixture of experts: rows and experts over "tensor", tokens exchanged by hand
+    ring        attention: tokens over "tensor", keys and values passed on by hand
 
-Letters: B rows, T tokens, D features, F hidden features, H heads, K features of a head, V vocabulary.
+Letters: B rows, T tokens, D features, F hidden features, H heads, K features of a head, V vocabulary, E experts.
 """
 
 import dataclasses
@@ -32,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 from ipu_jax import ALL_IPUS, Pipeline, Stage
 from sharded_ops import log_softmax_cross_entropy, matmul
 
-B, T, D, F, H, K, V = 4, 8, 8, 12, 4, 2, 8
+B, T, D, F, H, K, V, E = 4, 8, 8, 12, 4, 2, 8, 4
 UNEVEN_V = 11  # of the concurrent head, which pads
 COLUMNS = P(None, "tensor")
 split = lax.with_sharding_constraint
@@ -238,6 +240,36 @@ def plain(w: Any, x: Any) -> Any:
     return x + jnp.tanh((x * w["scale"]) @ w["up"]) @ w["down"]
 
 
+def experts(w: Any, x: Any) -> Any:
+    exchange = lambda blocks: lax.all_to_all(blocks, "tensor", 0, 0, tiled=True)
+
+    def of_device(x: Any, number: Any, up: Any, down: Any) -> Any:
+        goes = (jnp.arange(E)[:, None] == number.reshape(-1))[..., None]
+        came = exchange(jnp.where(goes, x.reshape(-1, D), 0)).reshape(-1, len(up), goes.shape[1], D)
+        results = jnp.einsum("nerf,efd->nerd", jnp.tanh(jnp.einsum("nerd,edf->nerf", came, up)), down)
+        return exchange(results.reshape(E, -1, D)).sum(0).reshape(x.shape)
+
+    rows = P("tensor")
+    over_devices = jax.shard_map(of_device, axis_names={"tensor"}, in_specs=rows, out_specs=rows)
+    chances = jax.nn.softmax((x * w["scale"]) @ w["router"])
+    return x + chances.max(-1, keepdims=True) * over_devices(x, chances.argmax(-1), w["up"], w["down"])
+
+
+def ring(w: Any, x: Any) -> Any:
+    def of_device(q: Any, k: Any, v: Any) -> Any:
+        devices, total, mixed = lax.axis_size("tensor"), 0, 0
+        for _ in range(devices):
+            shares = jnp.exp(jnp.einsum("bthk,bshk->bhts", q, k) / K**0.5)
+            total, mixed = total + shares.sum(-1), mixed + jnp.einsum("bhts,bshk->bthk", shares, v)
+            k, v = lax.ppermute((k, v), "tensor", [(i, (i + 1) % devices) for i in range(devices)])
+        return mixed / jnp.moveaxis(total, 1, 2)[..., None]
+
+    tokens = P(None, "tensor")
+    over_devices = jax.shard_map(of_device, axis_names={"tensor"}, in_specs=tokens, out_specs=tokens)
+    q, k, v = (jnp.einsum("btd,dhk->bthk", x * w["scale"], w["qkv"][i]) for i in range(3))
+    return x + jnp.einsum("bthk,hkd->btd", over_devices(q, k, v), w["out"])
+
+
 # their twins, written separately
 
 
@@ -265,15 +297,26 @@ def _dense_convolution(w: Any, x: Any) -> Any:
     return x + jnp.tanh(taps[0] + taps[1] + taps[2])
 
 
+def _dense_experts(w: Any, x: Any) -> Any:
+    def of_token(x: Any) -> Any:
+        scores = (w["scale"] * x) @ w["router"]
+        best = jnp.argmax(scores)
+        chance = jnp.exp(scores[best]) / jnp.exp(scores).sum()
+        return x + chance * (jnp.tanh(x @ w["up"][best]) @ w["down"][best])
+
+    return jax.vmap(jax.vmap(of_token))(x)
+
+
 _MLP_SHAPES = {"scale": (D,), "up": (D, F), "down": (F, D)}
 _MLP_SPECS = {"scale": P(), "up": COLUMNS, "down": P("tensor", None)}
 _OVER_TWO = ("context", "tensor")
+_HEADS_SHAPES = {"scale": (D,), "qkv": (3, D, H, K), "out": (H, K, D)}
 
 BLOCKS = {
     "mlp": Block(mlp, _MLP_SHAPES, _MLP_SPECS, _dense_mlp),
     "heads": Block(
         heads,
-        {"scale": (D,), "qkv": (3, D, H, K), "out": (H, K, D)},
+        _HEADS_SHAPES,
         {"scale": P(), "qkv": P(None, None, "tensor"), "out": P("tensor")},
         _dense_heads,
     ),
@@ -286,4 +329,11 @@ BLOCKS = {
     "plain": Block(plain, _MLP_SHAPES, {}, _dense_mlp),
     "shift": Block(shift, _MLP_SHAPES, {}, _dense_shift),
     "convolution": Block(convolution, {"kernel": (3, D, D)}, {}, _dense_convolution),
+    "experts": Block(
+        experts,
+        {"scale": (D,), "router": (D, E), "up": (E, D, F), "down": (E, F, D)},
+        {"scale": P(), "router": P(), "up": P("tensor"), "down": P("tensor")},
+        _dense_experts,
+    ),
+    "ring": Block(ring, _HEADS_SHAPES, {}, _dense_heads),
 }

@@ -19,6 +19,15 @@ import jax.numpy as jnp
 from ipu_jax.base.annotations import Function, Params, Value
 
 _CHANGED_BY_NNX: Final = ("BatchStat", "Cache", "Intermediate", "RngState")
+_FREEZE: Final = """params{} is a {}, which the function reads, and leaves as it is: it is not a weight, and would be
+trained as one. Freeze all but the weights:
+
+    from flax import nnx
+    is_variable = lambda node: isinstance(node, nnx.Variable)
+    frozen = jax.tree.map(lambda v: not isinstance(v, nnx.Param), model, is_leaf=is_variable)
+
+    # and Pipeline.from_function({}, model, micro_batch, frozen=frozen, ...)
+"""
 _CHANGED_BY_LINEN: Final = ("batch_stats", "cache", "intermediates")
 
 
@@ -96,7 +105,7 @@ def check_unchanged(
     leaves, types = jax.tree.leaves(params), _nnx_types(params)
     if not types and len(leaves) == len(before[0]) and all(map(operator.is_, leaves, before[0])):
         return
-    after, no_weights = dict(jax.tree.leaves_with_path(params)), dict[str, Any]()
+    after, no_weights, any_is_changed = dict(jax.tree.leaves_with_path(params)), dict[str, Any](), False
     old = jax.tree.leaves_with_path(jax.tree.unflatten(before[1], before[0]))
     for (path, leaf), is_frozen in zip(old, frozen, strict=True):
         is_own = isinstance(path[-1], jax.tree_util.GetAttrKey | jax.tree_util.FlattenedIndexKey) if path else False
@@ -105,6 +114,10 @@ def check_unchanged(
         names = [base.__name__ for base in kind.__mro__] if kind is not None else []
         if is_changed or (not is_frozen and set(names).intersection(_CHANGED_BY_NNX)):
             no_weights[jax.tree_util.keystr(path)] = kind
+            any_is_changed |= after.get(path) is not leaf
+    if no_weights and not any_is_changed:
+        path, kind = next(iter(no_weights.items()))
+        raise ValueError(_FREEZE.format(path, _name_of(kind), name_of_function(loss)))
     if no_weights:
         raise ValueError(_refusal(loss, no_weights, has_aux=has_aux, takes_key=takes_key))
 
@@ -123,6 +136,10 @@ def _nnx_types(params: Params) -> dict[Any, Any]:
     }
 
 
+def _name_of(kind: Any) -> str:
+    return f"nnx.{kind.__name__}" if kind.__module__.startswith("flax.") else kind.__name__
+
+
 def _refusal(loss: Function, no_weights: Mapping[str, Any], *, has_aux: bool, takes_key: bool) -> str:
     path, kind = next(iter(no_weights.items()))
     if any(k is None or "Param" in [base.__name__ for base in k.__mro__] for k in no_weights.values()):
@@ -132,8 +149,7 @@ def _refusal(loss: Function, no_weights: Mapping[str, Any], *, has_aux: bool, ta
         )
     kinds = list(dict.fromkeys(no_weights.values()))
     of_state = [k for k in kinds if all(base.__name__ != "RngState" for base in k.__mro__)]
-    name_of = lambda k: f"nnx.{k.__name__}" if k.__module__.startswith("flax.") else k.__name__
-    names = ", ".join(map(name_of, of_state))
+    names = ", ".join(map(_name_of, of_state))
     filters = f"({names})" if len(of_state) > 1 else names
     has_state, has_keys = bool(of_state), len(of_state) < len(kinds)
     own, results = ["params", *["state"] * has_state], ["value", *["aux"] * has_aux]
@@ -155,6 +171,6 @@ def _refusal(loss: Function, no_weights: Mapping[str, Any], *, has_aux: bool, ta
     ]
     indented = "\n".join(f"    {line}".rstrip() for line in lines)
     return (
-        f"params{path} is a {name_of(kind)}, which the function changes in place: it is not a weight, and its new "
+        f"params{path} is a {_name_of(kind)}, which the function changes in place: it is not a weight, and its new "
         f"value would be lost. Split the module:\n\n{indented}\n"
     )

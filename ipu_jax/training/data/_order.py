@@ -6,7 +6,8 @@
 
 The order does not depend on the number of instances, and the examples read from an epoch are always its first
 `position` examples. So a position is two numbers, and any number of instances, with batches of any size, can continue
-from it: no example is lost, and none is read twice. This module does not import jax.
+from it: no example is lost, and none is read twice. With buckets of lengths, an epoch's order also depends on the size
+of its batches. This module does not import jax.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ import functools
 import math
 import threading
 import warnings
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -140,9 +142,11 @@ class EpochOrder:
         dims: the dims of a batch.
         shuffle: whether each epoch has a new order. Otherwise it is the source's own order.
         seed: the seed of the shuffling, at least 0.
+        sizes: the bucket of each example, (examples,), or None. Each batch then has examples of one bucket.
 
     Attributes:
         facts: the settings that a saved position belongs to, as plain ints.
+        grouping: more such facts, of buckets, which may differ at the start of an epoch.
 
     Raises:
         ValueError: the seed is not one, or there are too few examples.
@@ -155,11 +159,23 @@ class EpochOrder:
     (Position(epoch=0, position=6), Position(epoch=1, position=0))
     """
 
-    def __init__(self, examples: int, dims: BatchDims, *, shuffle: bool, seed: int):
+    def __init__(
+        self,
+        examples: int,
+        dims: BatchDims,
+        *,
+        shuffle: bool,
+        seed: int,
+        sizes: npt.NDArray[np.intp] | None = None,
+    ):
         self.examples, self.dims, self.shuffle, own_seed = examples, dims, shuffle, as_int(seed)
         if own_seed is None or own_seed < 0:
             raise ValueError(f"seed={seed!r} is not a seed: give an int of at least 0")
-        self.facts = {"examples": examples, "seed": own_seed, "shuffle": int(shuffle)}
+        self.facts, self._sizes = {"examples": examples, "seed": own_seed, "shuffle": int(shuffle)}, sizes
+        self.grouping: dict[str, int] = {}
+        if sizes is not None:
+            checksum = zlib.crc32(sizes.astype(np.int64).tobytes())
+            self.grouping = {"examples_per_batch": dims.per_batch, "bucket_checksum": checksum}
         self.updates_per_epoch = self.updates_from(0)
         if not self.updates_per_epoch:
             raise dims.too_few(examples, "remainder='pad' or 'wrap'")
@@ -194,6 +210,10 @@ class EpochOrder:
                 order = np.arange(self.examples)
                 if self.shuffle:
                     np.random.default_rng([self.facts["seed"], epoch]).shuffle(order)
+                if self._sizes is not None:  # the examples that are left out are chosen before, whatever their length
+                    per_batch = self.dims.per_batch
+                    end = self.examples - (left := self.examples % per_batch) + self.dims.kept(left)
+                    order[:end] = _grouped(order[:end], self._sizes, per_batch)
                 # two orders are kept, since at the end of an epoch some workers are in the next epoch already
                 self._orders = {key: self._orders[key] for key in sorted(self._orders)[-1:]} | {epoch: order}
             return self._orders[epoch]
@@ -204,7 +224,7 @@ class EpochOrder:
 
     def after(self, start: Position) -> Position:
         """Return the start of the batch that follows the batch at `start`."""
-        return self.first(Position(start.epoch, start.position + self.dims.per_batch))
+        return self.first(Position(start.epoch, self._end(start.position)))
 
     def rows(self, start: Position) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_], int]:
         """Return which examples the batch at `start` contains.
@@ -214,10 +234,59 @@ class EpochOrder:
             (rows of this instance,): bool, whether each row is real; the others only fill the batch up.
             The number of real examples of the batch, over all instances.
         """
-        order, per_batch, own = self.of_epoch(start.epoch), self.dims.per_batch, self.dims.own
-        chosen = order[start.position : start.position + per_batch]
+        (chosen, examples), own = self._chosen(start), self.dims.own
+        return chosen[own], own < examples, examples
+
+    def size(self, start: Position) -> int | None:
+        """Return the bucket of the batch at `start`, the same on every instance; None without buckets."""
+        if self._sizes is None:
+            return None
+        chosen, examples = self._chosen(start)
+        return int(self._sizes[chosen if self.dims.remainder == "wrap" else chosen[:examples]].max())
+
+    def _chosen(self, start: Position) -> tuple[npt.NDArray[np.intp], int]:
+        """Return the numbers of the examples of the batch at `start`, (per_batch,), and how many of them are real."""
+        order, per_batch = self.of_epoch(start.epoch), self.dims.per_batch
+        chosen = order[start.position : self._end(start.position)]
         examples = self.dims.kept(len(chosen))
         if examples < per_batch:
             # filled up with the epoch's first examples, repeated if they are too few
             chosen = np.concatenate([chosen[:examples], np.resize(order, per_batch - examples)])
-        return chosen[own], own < examples, examples
+        return chosen, examples
+
+    def _end(self, position: int) -> int:
+        """Return where the batch at a position ends. With buckets, a batch that begins inside a group ends with it.
+
+        Under "drop", where each batch is whole, it goes on instead, and is padded to the larger bucket.
+        """
+        is_in_group = self._sizes is not None and self.dims.remainder != "drop"
+        return position + self.dims.per_batch - is_in_group * (position % self.dims.per_batch)
+
+
+def _grouped(order: npt.NDArray[np.intp], sizes: npt.NDArray[np.intp], per_batch: int) -> npt.NDArray[np.intp]:
+    """Return an order in which every `per_batch` examples are of one bucket, as far as they fill batches.
+
+    Each bucket collects its own examples, and a batch comes where its last example is in the shuffled order. Examples
+    that are left over share batches, the longest first. So there are as many batches as without buckets, and only the
+    last one is incomplete.
+
+        by bucket       8 16 8 8 16 16 8 16 8
+        batches of 2    8 8 | 16 16 | 8 8 | 16 16 | 8
+
+    Args:
+        order: the shuffled order, (n,).
+        sizes: the bucket of each example, by its number.
+        per_batch: the examples of a batch.
+
+    >>> _grouped(np.arange(9), np.array([8, 16, 8, 8, 16, 16, 8, 16, 8]), 2).tolist()
+    [0, 2, 1, 4, 3, 6, 5, 7, 8]
+    """
+    of = sizes[order]
+    by_size = [np.flatnonzero(of == size) for size in np.unique(of)[::-1]]
+    full = [len(places) - len(places) % per_batch for places in by_size]
+    whole = [places[:count] for places, count in zip(by_size, full, strict=True)]
+    places = np.concatenate([*whole, *[places[count:] for places, count in zip(by_size, full, strict=True)]])
+    end = len(places) - len(places) % per_batch
+    batches = places[:end].reshape(-1, per_batch)
+    batches = batches[np.argsort(batches.max(axis=1))]
+    return order[np.concatenate([batches.reshape(-1), places[end:]])]

@@ -17,6 +17,7 @@ from ipu_jax.base.showing import Shown, Table, counted
 from ipu_jax.core.mesh.devices import REPLICA_AXIS, check_there
 from ipu_jax.core.step_args import given_dims
 from ipu_jax.training.data._order import BatchDims
+from ipu_jax.training.data.buckets import Padding
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -91,12 +92,13 @@ class Sender:
         mesh: a mesh with an axis "replica".
         dims: the dims of a batch.
         like: the pytree of one example, with leaves `jax.ShapeDtypeStruct`.
+        padding: cuts batches to their bucket, or None.
 
     Attributes:
         like: the pytree of a batch's `data`, with leaves `jax.ShapeDtypeStruct` with sharding.
     """
 
-    def __init__(self, mesh: Mesh, dims: BatchDims, like: Tree):
+    def __init__(self, mesh: Mesh, dims: BatchDims, like: Tree, padding: Padding | None = None):
         iterations, own_replicas, *update = dims.shape
         # per leading dim: its size in the whole batch, its size on this instance, and its mesh axis
         of_iterations = (iterations, iterations, None)
@@ -104,12 +106,14 @@ class Sender:
         leading = [dim for dim in (of_iterations, of_replicas) if given_dims(dim[0])]
         shape, self._shape = (*[dim[0] for dim in leading], *update), (*[dim[1] for dim in leading], *update)
         sharding = NamedSharding(mesh, PartitionSpec(*[dim[2] for dim in leading]))
-        self._dims = dims
+        self._dims, self._padding = dims, padding
         self.like = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((*shape, *leaf.shape), leaf.dtype, sharding=sharding), like
         )
 
-    def __call__(self, rows: Tree, *, epoch: int, examples: int, is_real: npt.NDArray[np.bool_]) -> FeedBatch:
+    def __call__(
+        self, rows: Tree, *, epoch: int, examples: int, is_real: npt.NDArray[np.bool_], size: int | None = None
+    ) -> FeedBatch:
         """Return the batch that contains these rows.
 
         Args:
@@ -117,7 +121,10 @@ class Sender:
             epoch: the epoch that the batch belongs to.
             examples: the number of its real examples, over all instances.
             is_real: which of the rows are real, in any shape with one element per row.
+            size: the bucket of the batch, if there are buckets.
         """
+        if self._padding is not None and size is not None:
+            rows = self._padding.cut(rows, size)
         updates, is_real = self._dims.updates(examples), is_real.reshape(self._shape)
         is_cut = self._dims.remainder == "updates" and updates < self._dims.iterations
         nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(rows))
@@ -126,7 +133,8 @@ class Sender:
 
     def _send(self, like: jax.ShapeDtypeStruct, rows: np.ndarray) -> jax.Array:
         of_instance = rows.reshape(*self._shape, *rows.shape[1:])
-        return jax.make_array_from_process_local_data(like.sharding, of_instance, like.shape)
+        leading = like.shape[: len(self._shape)]
+        return jax.make_array_from_process_local_data(like.sharding, of_instance, (*leading, *rows.shape[1:]))
 
 
 def share_of(mesh: Mesh, instances: int | None, instance: int | None) -> dict[str, Json]:

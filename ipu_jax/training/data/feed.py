@@ -16,7 +16,7 @@ Bytes are sent as bytes: give uint8 images, and `normalise` them inside the step
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from jax.sharding import Mesh
@@ -28,12 +28,13 @@ from ipu_jax.base.decorators import public
 from ipu_jax.core.options import TrainOptions
 from ipu_jax.training.data._order import BatchDims, EpochOrder, Position
 from ipu_jax.training.data.batch import FeedBatch, share_of
+from ipu_jax.training.data.buckets import Buckets, checked_buckets
 from ipu_jax.training.data.prefetch import FeedTimeoutError, Prefetcher
 from ipu_jax.training.data.reader import Batches, IndexedReader, StreamReader
 from ipu_jax.training.data.source import ArraySource, ExampleSource, has_numbers
 from ipu_jax.training.data.stream import Stream
 
-__all__ = ["Feed", "FeedBatch"]
+__all__ = ["Buckets", "Feed", "FeedBatch"]
 
 _MARGIN = 10.0
 
@@ -55,7 +56,8 @@ class Feed:
     """Iterates over batches of examples on a mesh from any position on. The order depends on seed and epoch.
 
     Iteration continues through the epochs; `epoch()` stops at the end of the current one. Every batch has the same
-    shape. Each replica's rows are sent to all IPUs of that replica. Nothing is communicated between IPUs or instances.
+    shape; with `buckets`, one shape per bucket. Each replica's rows are sent to all IPUs of that replica. Nothing is
+    communicated between IPUs or instances.
 
     A mesh over the devices of several processes contains the replicas of all instances. Each instance reads the rows of
     the replicas of which it has IPUs. Two instances that share a replica both read its rows. If all devices of `mesh`
@@ -91,6 +93,12 @@ class Feed:
             epoch's first examples again. `FeedBatch` says which rows are real.
         fill: the values that fill up batches under "pad" and "updates": a number, or a pytree of numbers like the
             source, for example a label that is not a class.
+        buckets: the sizes to which examples of unlike lengths are padded, or `Buckets` with more options; only with
+            `items`. All examples of a batch are padded by `fill` to the smallest size that holds the longest of them,
+            on all replicas and instances. Examples with numbers are grouped, so that a batch has examples of one
+            bucket: each bucket collects its own from the shuffled order, and what is left over shares batches. A state
+            inside an epoch then belongs to these buckets and to the number of examples per batch. A stream keeps its
+            order, and may group by itself.
         prefetch: the most batches that are ready or being made beyond the returned batches. With 0, the caller's own
             thread makes each batch on request. Default: 2, or `workers` if there are more.
         workers: the number of threads that make batches, at most `prefetch`. With prefetch=0 it must be 1, and no
@@ -113,7 +121,7 @@ class Feed:
         mesh: the mesh to which batches are sent.
         examples: the examples of an epoch; None for a stream.
         like: a pytree like a batch's `arrays`, with leaves `jax.ShapeDtypeStruct` with sharding. A step can be compiled
-            for it.
+            for it. With buckets, it has the size of the largest.
         prefetch, workers: the arguments of these names, or their defaults.
         last: the batch that was returned last; None before the first one, while the next one is read, and once it was
             put back. A loop that was interrupted puts back with it the updates that its state has not seen.
@@ -154,6 +162,7 @@ class Feed:
         epochs: int | None = None,
         remainder: str | None = None,
         fill: Tree = 0,
+        buckets: Buckets | Sequence[int] | None = None,
         prefetch: int | None = None,
         workers: int = 1,
         instances: int | None = None,
@@ -172,10 +181,11 @@ class Feed:
         remainder = remainder or ("drop" if step is None else "updates")
         dims = BatchDims(micro_batch, **counts, **share_of(mesh, instances, instance), remainder=remainder)
         rest: dict[str, Json] = {"mesh": mesh, "warns": warns, "fill": fill, "epochs": epochs, "state": state}
+        of_form = {"buckets": checked_buckets(buckets, items, getattr(step, "model", None)), "fill": fill}
         if _is_stream(source, items):
-            self._reader = _stream(source, items, dims, shuffle, seed, workers, **rest)
+            self._reader = _stream(source, items, dims, of_form, shuffle, seed, workers, **rest)
         else:
-            self._reader = _examples(source, items, dims, shuffle, seed, **rest)
+            self._reader = _examples(source, items, dims, of_form, shuffle, seed, **rest)
         order = self._order = self._reader.order
         self.mesh, self.epochs, self.workers, self._timeout = mesh, epochs, workers, timeout
         self.device_iterations, self.examples_per_update = dims.iterations, dims.per_update
@@ -420,7 +430,7 @@ def _is_stream(source: Any, items: str | None) -> bool:
 
 
 def _stream(
-    source: Any, items: str | None, dims: BatchDims, shuffle: bool | None, seed: int, workers: int, **rest: Json
+    source: Any, items: str | None, dims: BatchDims, of_form: Any, shuffle: Any, seed: int, workers: int, **rest: Json
 ) -> StreamReader:
     """Return the reader of a stream, which takes no options that are only for examples with numbers."""
     if shuffle is not None:
@@ -433,16 +443,16 @@ def _stream(
         raise ValueError(f"workers={workers}, but {named}: use workers=1, and let the source have workers of its own")
     if dims.remainder == "wrap":
         raise ValueError(f"remainder='wrap', but {named}, so the first ones are gone: use 'drop', 'updates' or 'pad'")
-    return StreamReader(Stream(source, batched=items == "batches"), dims, **rest)
+    return StreamReader(Stream(source, batched=items == "batches", **of_form), dims, **rest)
 
 
 def _examples(
-    source: Any, items: str | None, dims: BatchDims, shuffle: bool | None, seed: int, *, warns: bool, **rest: Json
+    source: Any, items: str | None, dims: BatchDims, of_form: Any, shuffle: Any, seed: int, *, warns: bool, **rest: Json
 ) -> IndexedReader:
     """Return the reader of examples with numbers."""
-    examples = ArraySource(source) if items is None else ExampleSource(source)
+    examples = ArraySource(source) if items is None else ExampleSource(source, **of_form)
     shuffle = shuffle is None or check_bool("shuffle", shuffle)
-    order = EpochOrder(examples.examples, dims, shuffle=shuffle, seed=seed)
+    order = EpochOrder(examples.examples, dims, shuffle=shuffle, seed=seed, sizes=examples.sizes)
     if warns:
         dims.warn_of_updates_left_out(order.examples % dims.per_batch, order.examples, stacklevel=4)
     return IndexedReader(examples, order, **rest)

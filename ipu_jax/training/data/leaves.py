@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ipu_jax.base.annotations import Tree, Value
+from ipu_jax.training.data.buckets import Buckets, Padding
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 
@@ -28,19 +29,22 @@ class Form:
         item: one example, or if `batched`, several examples, one per row of every leaf.
         batched: whether items contain several examples.
         what: the name of `item` for messages.
+        buckets: how examples of unlike lengths are padded; None if all have one length.
+        fill: the values that pad them, as of `Feed`.
 
     Attributes:
-        like: the pytree of one example, with leaves `jax.ShapeDtypeStruct`.
+        like: the pytree of one example, with leaves `jax.ShapeDtypeStruct`, of the length of the largest bucket.
+        padding: pads the examples, or None.
 
     Raises:
-        ValueError: the item has no arrays, or an array whose dtype is neither numeric nor bool.
+        ValueError: the item has no arrays, an array whose dtype is neither numeric nor bool, or does not fit `buckets`.
 
     >>> form = Form({"x": [1, 2], "label": 3}, batched=False, what="example 0")
     >>> form.like["x"].shape, [leaf.tolist() for leaf in form.rows({"x": [4, 5], "label": 6}, lambda: "example 1")]
     ((2,), [[6], [[4, 5]]])
     """
 
-    def __init__(self, item: Tree, *, batched: bool, what: str):
+    def __init__(self, item: Tree, *, batched: bool, what: str, buckets: Buckets | None = None, fill: Tree = 0):
         self._batched = batched
         with_paths, self._structure = jax.tree.flatten_with_path(_plain(item), is_leaf=_is_array)
         if not with_paths:
@@ -56,28 +60,35 @@ class Form:
                 )
             shape = array.shape[1:] if batched else array.shape
             likes.append(jax.ShapeDtypeStruct(shape, jax_dtype(array.dtype)))
-        self._likes = likes
         self.like = jax.tree.unflatten(self._structure, likes)
+        self.padding = None if buckets is None else Padding(buckets, self.like, self._names)
+        self._likes, self._dims = likes, [None] * len(likes)
+        if self.padding is not None:
+            self._likes, self._dims = self.padding.likes, self.padding.dims
+            self.like = jax.tree.unflatten(self._structure, self._likes)
+            self._fills = jax.tree.leaves(filling(fill, self.like))
 
     def rows(self, item: Tree, what: Callable[[], str]) -> list[np.ndarray]:
         """Return the leaves of an item, each with one example per row: (n, ...), with n = 1 if not batched.
 
-        They may share memory with the item, and have its dtypes.
+        They may share memory with the item, and have its dtypes. With buckets, they are padded to the largest one, and
+        the lengths of the examples follow, (n,).
 
         Args:
             item: an item like the first one.
             what: returns the name of the item for messages.
 
         Raises:
-            ValueError: the item is not like the first one; the message names the leaf.
+            ValueError: the item is not like the first one, or longer than the largest bucket; the message names the
+                leaf.
         """
-        leaves, structure = jax.tree.flatten(_plain(item), is_leaf=_is_array)
-        if structure != self._structure:
-            raise ValueError(f"{what()} {self._structure_error(item)}: give all alike")
         rows: list[np.ndarray] = []
-        for name, like, leaf in zip(self._names, self._likes, leaves, strict=True):
+        for name, like, dim, leaf in zip(self._names, self._likes, self._dims, self._leaves(item, what), strict=True):
             array = _array_of(leaf, name, what)
             array = array if self._batched and array.ndim else array[None]
+            if dim is not None and array.ndim > dim + 1:
+                shape = (*like.shape[:dim], array.shape[dim + 1], *like.shape[dim + 1 :])
+                like = jax.ShapeDtypeStruct(shape, like.dtype)
             check_alike(like, array, name, what)
             rows.append(array)
         if self._batched and len({len(leaf) for leaf in rows}) > 1:
@@ -85,15 +96,30 @@ class Form:
             raise ValueError(
                 f"{what()} has arrays of different lengths, {listed}: give a row of each for every example"
             )
-        return rows
+        if self.padding is None:
+            return rows
+        length = self.padding.length([leaf.shape[1:] for leaf in rows], what)
+        return [*self.padding.padded(rows, self._fills), np.full(len(rows[0]), length)]
+
+    def length(self, item: Tree, what: Callable[[], str]) -> int:
+        """Return the length of an example, without reading its numbers, if there are buckets."""
+        assert self.padding is not None, "there are buckets"
+        return self.padding.length([np.shape(leaf) for leaf in self._leaves(item, what)], what)
 
     def empty(self, count: int) -> list[np.ndarray]:
-        """Return new memory for the leaves of `count` examples, (count, ...) each."""
-        return [np.empty((count, *like.shape), like.dtype) for like in self._likes]
+        """Return new memory for the `rows` of `count` examples, (count, ...) each."""
+        lengths = [np.empty(count, np.intp)] * (self.padding is not None)
+        return [*[np.empty((count, *like.shape), like.dtype) for like in self._likes], *lengths]
 
     def tree(self, leaves: list[np.ndarray]) -> Tree:
         """Return leaves, in the order of `rows`, as a pytree with the structure of the examples."""
-        return jax.tree.unflatten(self._structure, leaves)
+        return jax.tree.unflatten(self._structure, leaves[: len(self._likes)])
+
+    def _leaves(self, item: Tree, what: Callable[[], str]) -> list[Value]:
+        leaves, structure = jax.tree.flatten(_plain(item), is_leaf=_is_array)
+        if structure != self._structure:
+            raise ValueError(f"{what()} {self._structure_error(item)}: give all alike")
+        return leaves
 
     def _structure_error(self, item: Tree) -> str:
         found = [_name(path) for path, _ in jax.tree.leaves_with_path(_plain(item), is_leaf=_is_array)]

@@ -70,7 +70,7 @@ class IndexedReader:
         epochs: int | None,
         state: Mapping[str, Json] | None,
     ):
-        self._sender = Sender(mesh, order.dims, source.like)
+        self._sender = Sender(mesh, order.dims, source.like, source.padding)
         self.like, self.order, self._source, self._epochs = self._sender.like, order, source, epochs
         self._fill = filling(fill, source.like)
         self.start = Position(0, 0) if state is None else self.position_of(state)
@@ -85,7 +85,7 @@ class IndexedReader:
 
     def state(self, position: Position) -> dict[str, Json]:
         """Return the position as plain ints, the same on every instance."""
-        return {"epoch": position.epoch, "position": position.position, **self.order.facts}
+        return {"epoch": position.epoch, "position": position.position, **self.order.facts, **self.order.grouping}
 
     def shared(self, position: Position) -> dict[str, Json]:
         """Return what all instances have in common at a position."""
@@ -97,15 +97,17 @@ class IndexedReader:
         Raises:
             ValueError: the state is not a state of this order.
         """
-        saved, own = _ints(state, "feed"), self.order.facts
+        ungrouped = {"examples_per_batch": 0, "bucket_checksum": 0}
+        saved, own = ungrouped | _ints(state, "feed"), self.order.facts | ungrouped | self.order.grouping
         is_state = saved.keys() == {"epoch", "position", *own}
         if not is_state or saved["epoch"] < 0 or not 0 <= saved["position"] <= saved["examples"]:
-            raise _no_state(saved, "feed")
+            raise _no_state(state, "feed")
         for name, value in own.items():
-            if saved[name] != value:
+            if saved[name] != value and (name not in ungrouped or saved["position"]):
+                mend = "; only at the start of an epoch may buckets and batches be others" * (name in ungrouped)
                 raise ValueError(
                     f"state is of {name}={saved[name]}, but the feed has {name}={value}: its order is another one, and "
-                    "examples would be lost or read twice"
+                    f"examples would be lost or read twice{mend}"
                 )
         return self.order.first(Position(saved["epoch"], saved["position"]))
 
@@ -122,7 +124,8 @@ class IndexedReader:
         indices, is_real, examples = self.order.rows(position)
         is_whole = self.order.dims.remainder == "wrap" or is_real.all()
         read = self._source.read(indices) if is_whole else self._filled_up(indices, is_real)
-        batch = self._sender(read, epoch=position.epoch, examples=examples, is_real=is_real)
+        size = self.order.size(position)
+        batch = self._sender(read, epoch=position.epoch, examples=examples, is_real=is_real, size=size)
         return batch, self.order.after(position)
 
     def _filled_up(self, indices: npt.NDArray[np.intp], is_real: npt.NDArray[np.bool_]) -> Tree:
@@ -181,8 +184,9 @@ class StreamReader:
         self._first: Items | None = None if is_over else items
         self.stream, self.dims, self.epochs, self.warns = stream, dims, epochs, warns
         self.form = items.form
-        self.fill = jax.tree.leaves(filling(fill, self.form.like))
-        self.sender = Sender(mesh, dims, self.form.like)
+        self.padding = self.form.padding
+        self.fill = [*jax.tree.leaves(filling(fill, self.form.like)), *[0] * (self.padding is not None)]
+        self.sender = Sender(mesh, dims, self.form.like, self.padding)
         self.like = self.sender.like
 
     def batches(self, start: Position) -> Batches:
@@ -250,11 +254,13 @@ class _StreamReading:
         reader, dims = self._reader, self._reader.dims
         if self._items is None:
             self._items = reader.stream.open(self._at, reader.form)
-        leaves, have = reader.form.empty(len(dims.own)), 0
+        leaves, have, size = reader.form.empty(len(dims.own)), 0, None
         while have < dims.per_batch:
             rows = self._items.take(dims.per_batch - have)
             if rows is None:
                 break
+            if reader.padding is not None:
+                size = max(size or 0, int(reader.padding.size(rows[-1].max())))
             self._copy(rows, leaves, have)
             have += len(rows[0])
         kept = dims.kept(have)
@@ -272,7 +278,7 @@ class _StreamReading:
         for leaf, fill in zip(leaves, reader.fill, strict=True):
             leaf[~is_real] = fill
         tree = reader.form.tree(leaves)
-        return reader.sender(tree, epoch=position.epoch, examples=kept, is_real=is_real), self._at
+        return reader.sender(tree, epoch=position.epoch, examples=kept, is_real=is_real, size=size), self._at
 
     def _copy(self, rows: list[Value], leaves: list[Value], first: int) -> None:
         """Copy examples of the batch, from number `first` on, into this instance's rows."""

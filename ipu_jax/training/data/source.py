@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ipu_jax.base.annotations import Dtype, Tree, Value
+from ipu_jax.training.data.buckets import Buckets, checked_lengths
 from ipu_jax.training.data.leaves import Form, check_alike, is_numeric, jax_dtype, on_host
 
 _Indices = npt.NDArray[np.intp]
@@ -39,6 +40,8 @@ class ArraySource:
     >>> source.examples, source.read(np.array([2, 0]))["x"].tolist()
     (3, [[4, 5], [0, 1]])
     """
+
+    padding = sizes = None
 
     def __init__(self, source: Any):
         is_tree = isinstance(source, dict | list | tuple | str | bytes | np.ndarray | jax.Array)
@@ -98,24 +101,38 @@ class ArraySource:
 class ExampleSource:
     """Reads one example at a time from an object with `__len__()` and `__getitem__(int)`, such as a list of dicts.
 
+    Args:
+        source: the object.
+        buckets: how examples of unlike lengths are padded; None if all have one length.
+        fill: the values that pad them, as of `Feed`.
+
     Attributes:
         examples: the number of examples.
-        like: the pytree of one example, with leaves `jax.ShapeDtypeStruct`.
+        like: the pytree of one example, with leaves `jax.ShapeDtypeStruct`, of the length of the largest bucket.
+        padding: the `Padding` of the examples, or None.
+        sizes: the bucket of each example, (examples,), or None.
 
     Raises:
-        ValueError: there are no examples, or the first example has no arrays or contains anything but numbers.
+        ValueError: there are no examples, the first example has no arrays or contains anything but numbers, or an
+            example does not fit the buckets.
 
     >>> source = ExampleSource([{"x": [0.5, 1.0], "label": 3}, {"x": [1.5, 2.0], "label": 4}])
     >>> source.examples, source.read(np.array([1, 0, 1]))["label"].tolist()
     (2, [4, 3, 4])
     """
 
-    def __init__(self, source: Any):
+    def __init__(self, source: Any, buckets: Buckets | None = None, fill: Tree = 0):
         self._source, self.examples = source, len(source)
         if self.examples < 1:
             raise ValueError(f"the source, a {type(source).__name__}, holds no examples: give at least one")
-        self._form = Form(source[0], batched=False, what="example 0")
-        self.like = self._form.like
+        self._form = Form(source[0], batched=False, what="example 0", buckets=buckets, fill=fill)
+        self.like, self.padding, self.sizes = self._form.like, self._form.padding, None
+        if buckets is not None and self.padding is not None:
+            lengths = checked_lengths(buckets, self.examples)
+            if lengths is None:
+                named = lambda index: lambda: f"example {index}"
+                lengths = [self._form.length(source[index], named(index)) for index in range(self.examples)]
+            self.sizes = self.padding.size(lengths)
 
     def read(self, indices: _Indices) -> Tree:
         """Return the examples with these numbers: leaves (n, ...) in new memory, with the dtypes of `like`.
@@ -124,13 +141,19 @@ class ExampleSource:
             indices: (n,).
 
         Raises:
-            ValueError: an example is not like the first one; the message contains its number.
+            ValueError: an example is not like the first one, or longer than its bucket; the message contains its
+                number.
         """
         leaves = self._form.empty(len(indices))
         for row, index in enumerate(indices.tolist()):
             example = self._form.rows(self._source[index], lambda index=index: f"example {index}")
             for filled, read in zip(leaves, example, strict=True):
                 filled[row] = read[0]
+            if self.sizes is not None and example[-1][0] > self.sizes[index]:
+                raise ValueError(
+                    f"example {index} has length {example[-1][0]}, and its bucket is {self.sizes[index]} by the length "
+                    "that the feed was given or read first: give Buckets(lengths=...) the lengths of the examples"
+                )
         return self._form.tree(leaves)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ipu_jax.base.annotations import Json
+from ipu_jax.base.annotations import Json, Tree
 from ipu_jax.training.data._order import Position
 from ipu_jax.training.data.leaves import Form
 
@@ -52,19 +52,22 @@ class Stream:
     Args:
         source: a function of the epoch, an iterable, or an iterator.
         batched: whether an item contains several examples, one per row of its arrays, rather than one.
+        of_form: the other arguments of a `Form`.
 
     Raises:
         ValueError: the source is none of these.
     """
 
-    def __init__(self, source: Any, *, batched: bool):
-        self._source, self._batched = source, batched
+    def __init__(self, source: Any, *, batched: bool, **of_form: Tree):
+        self._source, self._of_form = source, {"batched": batched, **of_form}
         is_function = callable(source) and not hasattr(source, "__iter__")
         if is_function and not _takes_an_epoch(source):
             raise ValueError(f"the source {_named(source)} does not take the number of an epoch: {_AGAIN}")
         if not is_function and (not hasattr(source, "__iter__") or isinstance(source, dict | str | bytes)):
             mend = "leave items out" if isinstance(source, dict) else "give an iterable"
             raise ValueError(f"the source is of type {type(source).__name__}, not one item after the other: {mend}")
+        if of_form.get("buckets") is not None and of_form["buckets"].lengths is not None:
+            raise ValueError("lengths= is given, but a stream's examples have no numbers: leave it out")
         self._is_function = is_function
         # The state at the start of an iterator, if it has `state_dict`: every epoch returns to it.
         self._start = _state_of(source) if hasattr(source, "__next__") else None
@@ -107,7 +110,7 @@ class Stream:
                 )
             opened.load_state_dict(copy.deepcopy(position.source))
         self._is_opened = True
-        items = Items(opened, position, form, batched=self._batched)
+        items = Items(opened, position, form, **self._of_form)
         if position.position and position.source is None:
             items.skip(position)
         return items
@@ -124,13 +127,14 @@ class Items:
         position: the position of the next example. If it contains no state of the source, `skip` must go there.
         form: the form of the examples, or None to take it from the first item.
         batched: whether an item contains several examples.
+        of_form: the other arguments of a `Form`.
 
     Attributes:
         form: the form of the examples; None until an example is read.
     """
 
-    def __init__(self, opened: Any, position: StreamPosition, form: Form | None, *, batched: bool):
-        self.form, self._batched = form, batched
+    def __init__(self, opened: Any, position: StreamPosition, form: Form | None, *, batched: bool, **of_form: Tree):
+        self.form, self._batched, self._of_form = form, batched, of_form
         self._opened, self._iterator = opened, iter(opened)
         self._epoch, self._next = position.epoch, position.position
         # the last drawn item: its rows, the number of its next row, and the source's state before it
@@ -179,7 +183,7 @@ class Items:
                 return False
             self._is_drawn = True
             if self.form is None:
-                self.form = Form(item, batched=self._batched, what=self._named_next())
+                self.form = Form(item, batched=self._batched, what=self._named_next(), **self._of_form)
             self._rows = self.form.rows(item, self._named_next)
             self._count = len(self._rows[0])
             self._at = min(self._first, self._count)

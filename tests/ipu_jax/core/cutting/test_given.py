@@ -351,16 +351,13 @@ def test_an_nnx_module_of_weights_alone_is_cut():
     assert_close((value, pipeline.unshard(gradients)), (expected, of_plain))
 
 
-@pytest.mark.slow
-def test_statistics_that_are_frozen_are_no_weights():
+def test_statistics_that_a_function_only_reads_are_refused_with_lines_that_freeze_them():
     model = Net(nnx.Rngs(0), dropout=False)
     model.eval()
-    frozen = jax.tree.map_with_path(
-        lambda path, _: ".norm.mean" in jax.tree_util.keystr(path) or ".norm.var" in jax.tree_util.keystr(path), model
-    )
-    verify(pipeline := cut(loss_fn, model, frozen=frozen), pipeline.shard(model), BATCH)
-    with refused("params.norm.mean", "nnx.BatchStat"):
+    with refused("params.norm.mean", "nnx.BatchStat", "leaves as it is", "frozen=frozen") as error:
         cut(loss_fn, model)
+    pipeline = followed(error.value, model, loss_fn)["pipeline"]
+    verify(pipeline, pipeline.shard(model), BATCH)
 
 
 class Counted:
