@@ -13,6 +13,7 @@ Source: Goodfellow et al. 2014, "Generative Adversarial Networks", arXiv:1406.26
 """
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,7 @@ def trained(updates: int = 1200) -> list[np.ndarray]:
     batch = {name: rows[: M * B].reshape(M, B, -1) for name, rows in data.items()}
     one = {name: rows[0] for name, rows in batch.items()}
     pipeline = Pipeline.from_function(loss, params, one, ipus=4, gradient_accumulation=M, schedule="1f1b")
-    rates = {"generator": optax.adam(2e-3, b1=0.5), "critic": optax.adam(2e-3, b1=0.5)}
+    rates: dict[Any, Any] = {"generator": optax.adam(2e-3, b1=0.5), "critic": optax.adam(2e-3, b1=0.5)}
     step = make_train_step(pipeline, optax.multi_transform(rates, {name: name for name in rates}))
     with Feed(data, step=step, micro_batch=B) as feed:
         state = fit(step, step.init(params), feed, updates=updates, say=lambda line: None).state

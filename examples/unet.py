@@ -11,6 +11,8 @@ half a minute: python -m examples.unet
 Source: Ronneberger et al. 2015, "U-Net: Convolutional Networks for Biomedical Image Segmentation", arXiv:1505.04597.
 """
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -51,7 +53,7 @@ def loss(params, batch):
     return jnp.mean((UNet().apply({"params": params}, batch["noisy"]) - batch["clean"]) ** 2)
 
 
-def init(key) -> dict:
+def init(key) -> Any:
     return UNet().init(key, jnp.zeros((1, SIDE, SIDE, 1)))["params"]
 
 

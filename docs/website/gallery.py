@@ -167,7 +167,7 @@ def dpo_margins() -> "Figure":
         margins[when] = chosen - rejected
 
     def draw(axes: "Axes") -> None:
-        edges = np.linspace(min(map(np.min, margins.values())), max(map(np.max, margins.values())), 41)
+        edges = np.linspace(min(map(np.min, margins.values())), max(map(np.max, margins.values())), 41).tolist()
         for values, colour in zip(margins.values(), (plots.GREY, plots.BLUE), strict=True):
             axes.hist(values, edges, color=colour, alpha=0.75)
         axes.axvline(0, color=INK, lw=1)
@@ -297,9 +297,11 @@ def _stacked(title: str, said: str, held: dict[str, dict[str, float]], left: flo
         ends = np.zeros(len(held))
         for kind, colour in zip(("weights", "optimizer"), legend.values(), strict=True):
             values = np.array([of[kind] for of in held.values()])
-            bars = axes.barh(range(len(held)), values, 0.6, ends, color=colour)
+            axes.barh(range(len(held)), values, 0.6, ends, color=colour)
             ends += values
-        axes.bar_label(bars, [f"{end:.0f} kB" for end in ends], padding=5, fontsize=10.5, color=INK)
+        for row, end in enumerate(ends):
+            beside: dict[str, Any] = {"xytext": (5.0, 0.0), "textcoords": "offset points", "va": "center"}
+            axes.annotate(f"{end:.0f} kB", (end, row), size=10.5, color=INK, **beside)
         axes.set_yticks(range(len(held)), held)
         axes.invert_yaxis()
         axes.set_xticks([])
@@ -325,3 +327,6 @@ GALLERY: Final[dict[str, Callable[[], "Figure"]]] = {
 
 TRAINED: Final = frozenset({"gallery-dpo.svg", "gallery-gan.svg", "gallery-mnist.svg"})
 """Pictures whose places rounding errors move."""
+
+BY_FLOPS: Final = frozenset({"gallery-gpt.svg", "gallery-experts.svg"})
+"""Schedules whose tasks are as wide as their FLOPs."""
