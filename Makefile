@@ -138,6 +138,7 @@ pictures: $(STAMP) ## draw the pictures of the documentation, and run its notebo
 	PYTHONPATH=benchmarks:tests $(BIN)/python -m docs.website.pictures $(PICTURES)
 
 strangers: $(STAMP) ## cut model files of other projects, which it fetches, and write their table into docs/gallery.md
+	@$(PIP_INSTALL) --no-deps --target .strangers/packages 'typeguard<3' einops
 	PYTHONPATH=.:tests $(BIN)/python tests/strangers/table.py $(STRANGERS)
 
 docs: $(STAMP) ## build the documentation into site/, and fail if a link leads nowhere

@@ -348,8 +348,8 @@ def counted_twice_where_used_twice(original: Any) -> Any:
 )
 def scaled_as_the_first_token(original: Any) -> Any:
     def dlogits(logits: Any, tile: Any, row: Any, of_outputs: Any, *rest: Any) -> Any:
-        of_loss, of_lse = of_outputs
-        return original(logits, tile, row, (jnp.full_like(of_loss, of_loss[0]), of_lse), *rest)
+        of_loss, *others = of_outputs
+        return original(logits, tile, row, (jnp.full_like(of_loss, of_loss[0]), *others), *rest)
 
     return dlogits
 
