@@ -75,10 +75,11 @@ def make_pipeline() -> Pipeline:
 def main(updates: int = 60) -> None:
     pipeline, data = make_pipeline(), images(0)
     step = make_train_step(pipeline, optax.adam(3e-3))
-    with Feed(data, step=step, micro_batch=B) as feed:
-        state = fit(step, step.init(init, jax.random.key(0)), feed, updates=updates, say=lambda line: None).state
     others = {name: rows.reshape(-1, B, *rows.shape[1:]) for name, rows in images(1, M * B).items()}
+    state = step.init(init, jax.random.key(0))
     print(pipeline, verify(pipeline, state.params, others), sep="\n")
+    with Feed(data, step=step, micro_batch=B) as feed:
+        state = fit(step, state, feed, updates=updates, say=lambda line: None).state
     denoised = pipeline.forward(lambda params, noisy: UNet().apply({"params": params}, noisy), others["noisy"][0])
     for name, found in (("noisy", others["noisy"]), ("denoised", denoised(state.params, others["noisy"]))):
         print(f"{name}: mean squared error of other images {np.mean((found - others['clean']) ** 2):.3f}")

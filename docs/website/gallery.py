@@ -221,7 +221,7 @@ def serving_slots() -> "Figure":
     steps = serve.LENGTH - serve.PROMPT
     with contextlib.redirect_stdout(io.StringIO()):
         served = serve.serve(step.model, state.params, prompts, lengths, steps)
-    colours = (BLUES, GREENS, YELLOW, BYTES["batch"], LOCAL["B"])
+    colours = (BLUES, GREENS, YELLOW, BYTES["stash"], LOCAL["B"])
 
     def draw(axes: "Axes") -> None:
         for group, found in enumerate(served):
