@@ -171,7 +171,7 @@ def dpo_margins() -> "Figure":
         for values, colour in zip(margins.values(), (plots.GREY, plots.BLUE), strict=True):
             axes.hist(values, edges, color=colour, alpha=0.75)
         axes.axvline(0, color=INK, lw=1)
-        axes.set_xlabel("log-likelihood of the chosen sequence less that of the rejected one")
+        axes.set_xlabel("log-likelihood of the chosen sequence, less the rejected one's")
 
     share = float(np.mean(margins["after"] > 0))
     title = f"After 15 updates the policy prefers {share:.0%} of other pairs as it should"

@@ -107,7 +107,7 @@ def reading() -> "Figure":
         axes.grid(axis="x", color=LINE, lw=0.75)
         axes.grid(visible=False, axis="y")
         axes.axvline(1, color=FAINT, lw=1, zorder=1.5)
-        axes.set_xlabel("examples per second over those of 8 replicas in one process")
+        axes.set_xlabel("examples per second, as a multiple of 8 replicas in one process")
 
     title = "Workers help where reading waits, instances where Python decodes"
     said = "Eight replicas on two cores, each way of reading beside one process with one worker"

@@ -64,7 +64,7 @@ def of_two_instances(folder, monkeypatch):
 
 
 def write_log(log, updates):
-    """Write the events of a run of so many updates, without an end."""
+    """Write the events of a run with this number of updates, without an end."""
     data, command = f"/data/{'digits' * 30}", ["train.py", "--rate", "0.1"]  # a word longer than a line
     flags: Any = {"flags": {"rate": 0.1, "seed": 0, "data": data}, "defaults": {"rate": 0.2, "seed": 0}}
     log.event("start", command=command, model="mlp", data=data, versions={"jax": "0.10.2"}, ipus=4, **flags)

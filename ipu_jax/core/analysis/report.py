@@ -183,18 +183,18 @@ class PipelineReport(Shown):
 
         >>> import jax.numpy as jnp
         >>> from ipu_jax import Pipeline, Stage
-        >>> stages = [Stage(lambda w, x, mb: jnp.tanh(mb @ w), params="w", ipu=0, name="body")]
+        >>> stages = [Stage(lambda w, x, mb: jnp.exp(mb @ w), params="w", ipu=0, name="body")]
         >>> stages += [Stage(lambda _, x, mb: jnp.sum(x), ipu=1)]
         >>> pipeline = Pipeline(stages, schedule="1f1b", gradient_accumulation=4)
         >>> weights, batch = pipeline.shard({"w": jnp.ones((3, 5))}), jnp.ones((4, 8, 3))
         >>> print(pipeline.report(weights, batch, compile=False).at_peak(0))
-        IPU 0 in tick 1: 1.7 kB
-        what             micro-batches  values             bytes
-        other temporary                                    900 B
-        batch                                              384 B
-        body, until B    0, 1           tanh float32[8,5]  320 B
-        weights                                             60 B
-        gradients                                           60 B
+        IPU 0 in tick 1: 1.6 kB
+        what             micro-batches  values            bytes
+        other temporary                                   804 B
+        batch                                             384 B
+        body, until B    0, 1           exp float32[8,5]  320 B
+        weights                                            60 B
+        gradients                                          60 B
         """
         return self.ipus[ipu].stash_at_peak.beside(self._besides_stash(ipu))
 

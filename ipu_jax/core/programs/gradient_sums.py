@@ -264,8 +264,11 @@ class _Walk:
         if name == "add_any":
             return None if self.exact else block
         if name == "convert_element_type":  # the accumulator is float32 at least
-            rounds = jnp.promote_types(part.dtype, eqn.outvars[0].aval.dtype) != eqn.outvars[0].aval.dtype
-            return block if jnp.issubdtype(part.dtype, jnp.floating) and not (self.exact and rounds) else None
+            if not jnp.issubdtype(part.dtype, jnp.floating):
+                return None
+            of, into = jnp.finfo(part.dtype), jnp.finfo(eqn.outvars[0].aval.dtype)  # float8 has no promotion
+            rounds = of.nmant > into.nmant or of.maxexp > into.maxexp or of.minexp < into.minexp
+            return None if self.exact and rounds else block
         if name == "pad":  # the gradient of a slice
             config = eqn.params["padding_config"]
             if all(low >= 0 and high >= 0 and between == 0 for low, high, between in config):

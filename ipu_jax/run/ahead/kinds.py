@@ -28,7 +28,7 @@ class Kind:
         link: bytes/s of one link to a neighbour, one way.
         network: bytes/s of its share of the network between slices, or between hosts of GPUs.
         most: chips along each side of the largest TPU slice.
-        wraps: a side of so many chips, or of a multiple, is a ring: its last chip has a link to the first. In a slice
+        wraps: a side of this many chips, or of a multiple, is a ring: its last chip has a link to the first. In a slice
             with three sides all must be such sides. 0: none is a ring.
     """
 

@@ -29,8 +29,8 @@ class Buckets:
     Args:
         sizes: the sizes, ascending.
         dim: the dim of an example's leaves that has its length. Leaves without this dim have no length, and the others
-            must agree on it. Or a pytree of dims like an example, with None for a leaf without a length: the length of
-            an example is then that of its longest leaf.
+            must agree on it. Or a pytree of dims like an example, with None for a leaf without a length: the longest
+            leaf then decides how long an example is.
         truncate: whether longer examples are cut off at the largest size. Otherwise they are an error.
         lengths: the length of each example, (examples,). Without it, a feed of examples with numbers reads each example
             once when it is made. Not for a stream.

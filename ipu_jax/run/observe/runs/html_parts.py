@@ -17,13 +17,13 @@ MARKS: Final = {"good": "✓", "fair": "!", "bad": "✗"}
 
 
 def write_page(
-    path: str | os.PathLike[str], template: str, scripts: Sequence[str], data: Json, parts: Mapping[str, str]
+    path: str | os.PathLike[str], body: str, scripts: Sequence[str], data: Json, parts: Mapping[str, str]
 ) -> Path:
-    """Write a page from a template: one file with its style, its scripts and their data.
+    """Write a page from a frame that all share and a body: one file with its style, its scripts and their data.
 
     Args:
         path: the file. An existing one is replaced once the new one is complete.
-        template: the name of the file with a comment for each part, such as `<!--TITLE-->`.
+        body: the name of the file with a comment for each part, such as `<!--ADVICE-->`.
         scripts: the names of the scripts' files, in their order.
         data: for the scripts.
         parts: HTML by the name of the part.
@@ -33,10 +33,9 @@ def write_page(
     """
     # no text of the data can end the script
     encoded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    text = _file(template)
-    for name, part in (
-        {"CSS": _file("page.css"), "JS": "".join(map(_file, scripts)), "DATA": encoded} | {**parts}
-    ).items():
+    text = _file("frame.html")
+    shared = {"BODY": _file(body), "CSS": _file("page.css"), "JS": "".join(map(_file, scripts)), "DATA": encoded}
+    for name, part in (shared | {**parts}).items():
         text = text.replace(f"<!--{name}-->", part)
     with replacing(path) as file:
         file.write(text.encode(errors="replace"))  # such as half a surrogate pair in a command line

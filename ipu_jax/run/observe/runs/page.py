@@ -188,7 +188,7 @@ def _time(timeline: Timeline, report: TraceReport) -> str:
     marked = "".join(
         f"<th><i {_look(kind)} style='{_paint(kind)}'></i>{kind}</th>" for kind in ("waiting", "update", "other")
     )
-    head = f"<td></td><th>mean of {report.steps} steps</th><th>busy</th>{marked}"
+    head = f"<td></td><th>mean of {counted(report.steps, 'step')}</th><th>busy</th>{marked}"
     head += "".join(f"<th>{title}</th>" for title in ("step", "bubble planned", "measured"))
     return f"<div class='scroll'><table class='time'><tr>{head}</tr>{''.join(rows)}</table></div>"
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh
+from ipu_jax import ALL_IPUS, Outputs, Pipeline, Stage, make_mesh, make_schedule
 from ipu_jax.core.analysis.report import make_report
 from ipu_jax.core.programs.cost import in_units
 from ipu_jax.core.schedules.figures import BYTES, IDLE
@@ -186,6 +186,26 @@ def test_with_w_an_ipu_holds_x_from_f_to_w_and_dy_from_b_to_w():
         "from B to W": (holding(of.backward[1], of.weight[1]), "its input float32[]"),
     }
     assert last.stash == sum(one.nbytes for one in peak.alive if one.micro_batches)
+
+
+@pytest.mark.parametrize("name", ["looped", "looped-bfs", "looped-zb", "zbv", "dualpipev"])
+def test_what_lives_at_the_peak_adds_up_where_messages_wait_in_queues(name):
+    """A task that reads a message from its queue stashes in the same moment: there both are alive."""
+    schedule = make_schedule(name, ipus=4, gradient_accumulation=8)
+    last = len(schedule.placement) - 1
+
+    def stage(k, ipu):
+        run = lambda w, x, mb: jnp.exp((mb if x is None else x) @ w)
+        return Stage((lambda w, x, mb: jnp.sum(x @ w)) if k == last else run, params=f"{k}", ipu=ipu)
+
+    stages = [stage(k, ipu) for k, ipu in enumerate(schedule.placement)]
+    pipeline = Pipeline(stages, mesh=make_mesh(1, 4), schedule=name, gradient_accumulation=8)
+    weights = {f"{k}": np.ones((4, 4), np.float32) for k in range(last + 1)}
+    report = pipeline.report(pipeline.shard_shapes(weights), np.ones((8, 2, 4), np.float32), compile=False)
+    peaks = [report.at_peak(ipu) for ipu in range(4)]
+    for peak in peaks:
+        assert peak.nbytes == max(map(sum, zip(*report.bytes_by_tick(peak.ipu).values(), strict=True)))
+    assert any("x, until F" in one.what or "dy, until B" in one.what for peak in peaks for one in peak.alive)
 
 
 def test_the_stash_of_a_stage_on_all_ipus_is_in_use_on_each():

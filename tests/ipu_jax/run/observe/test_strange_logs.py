@@ -88,7 +88,7 @@ def is_answered(path: Path, events: Any) -> bool:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_strange_log_gives_a_page_or_a_value_error(part, tmp_path, monkeypatch):
     monkeypatch.setattr("os.fsync", lambda handle: None)  # there are thousands
-    monkeypatch.setattr("ipu_jax.run.observe.runs.html_parts._file", lambda name: PAGE if name == "page.html" else "")
+    monkeypatch.setattr("ipu_jax.run.observe.runs.html_parts._file", lambda name: PAGE if name == "frame.html" else "")
     logs = itertools.islice(strange_logs(), part, None, PARTS)
     found = [is_answered(tmp_path / "run.html", events) for events in logs]
     assert len(found) > 2000 / PARTS
