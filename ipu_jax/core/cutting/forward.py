@@ -9,42 +9,26 @@ weights of one stage runs there. Those that read none, or what all IPUs hold, ru
 
 import dataclasses
 import functools
-import itertools
-import operator
-from collections.abc import Iterable, Sequence
-from typing import Final
 
 import jax
-import numpy as np
 
-from ipu_jax.base.annotations import Batch, Eqn, Function, Tree, Var
+from ipu_jax.base.annotations import Batch, Function, Tree
 from ipu_jax.base.checks import in_line
-from ipu_jax.base.jaxprs import variables
 from ipu_jax.core.cutting import given
 from ipu_jax.core.cutting.concurrent_head import with_concurrent_head
-from ipu_jax.core.cutting.cut import TYPICAL, Cut, Places, work_of
 from ipu_jax.core.cutting.description import described
-from ipu_jax.core.cutting.dividing import divide, small_values
-from ipu_jax.core.cutting.division import Division
-from ipu_jax.core.cutting.everywhere import check_outside, is_everywhere
+from ipu_jax.core.cutting.dividing import divide
+from ipu_jax.core.cutting.everywhere import check_outside
 from ipu_jax.core.cutting.function import FunctionModel, unsharded_call
-from ipu_jax.core.cutting.order import Order
-from ipu_jax.core.cutting.split_leaves import Blocked, OverIpus
-from ipu_jax.core.cutting.stages import Held, make_stage
-from ipu_jax.core.cutting.trace import FunctionTrace, Read
-from ipu_jax.core.cutting.users_code import at_line, name_of
+from ipu_jax.core.cutting.holders import Holders, cut_along
+from ipu_jax.core.cutting.stages import make_stage
 from ipu_jax.core.layout.layout import PackedLayout
-from ipu_jax.core.layout.tree_parts import Part
-
-_ALL_IPUS: Final[Read] = "all IPUs", Part(0)
-"""What an operation on all IPUs needs: a concurrent stage."""
-_BY_ROWS: Final = "hold one leaf per layer, or stack them, layers first, as xs and ys of the scan over the layers"
 
 
 def forward_of(
     model: FunctionModel, fn: Function, inputs: Batch, state: Tree, placed: PackedLayout | None = None
-) -> tuple[FunctionModel, Tree]:
-    """Return a function as stages that hold what the stages of the loss function hold, and the shapes of its outputs.
+) -> FunctionModel:
+    """Return a function as stages that hold what the stages of the loss function hold.
 
     Args:
         model: the loss function's stages.
@@ -69,29 +53,27 @@ def forward_of(
     check_outside(trace.operations)
     if not trace.outputs:
         raise ValueError(f"fn returns {results[0]!r:.60}, without an array: return its outputs, any pytree of arrays")
-    holders = _Holders(model, model.state if own is None else placed, replaces_state=own is not None)
-    of_state = [f"state{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(taken)]
+    held_state = model.state if own is None else placed
+    holders = Holders(model.stages, model.weights, held_state, ipus=source.ipus, replaces_state=own is not None)
     trace.frozen = {*trace.params}
     call_of = functools.partial(unsharded_call, trace, call, source.mesh, (source.params, taken, microbatch, key))
     if source.head == "concurrent":
-        of_leaves = (leaf for leaf in model.weights.leaves if leaf.part.rows is None)
-        split = [(trace.params[leaf.part.leaf], leaf.split) for leaf in of_leaves if leaf.split is not None]
-        trace = with_concurrent_head(trace, source.ipus, source.mesh, split)
+        trace = with_concurrent_head(trace, source.ipus, source.mesh, holders.split(trace))
     as_written, trace = trace, trace.with_new_state_early()
     try:
-        cut = _cut(trace, holders, of_state)
+        cut = cut_along(trace, holders, taken)
     except ValueError:
         if placed is None:
             raise
         trace = as_written  # a new value may belong to a later stage than what it follows from
-        cut = _cut(trace, holders, of_state)
+        cut = cut_along(trace, holders, taken)
     division = dataclasses.replace(divide(trace, cut.of_stages, holders.homes), placed=holders.of_new_state(trace))
     held = holders.held(division)
     make = functools.partial(make_stage, division, held, microbatch, outputs=results[0], in_place=True)
     places = [(stage.name, stage.ipu) for stage in model.stages]
     stages = tuple(make(s, name=name, ipu=ipu) for s, (name, ipu) in enumerate(places))
     stages = tuple(dataclasses.replace(stage, predict=stage.fn) for stage in stages)
-    forward = FunctionModel(
+    return FunctionModel(
         stages=stages,
         weights=model.weights,
         state=held.state_layout(own) if own is not None else model.state,
@@ -100,229 +82,10 @@ def forward_of(
         aux_home=(),
         microbatch=microbatch,
         key=key,
+        trace=trace,
         cut=cut,
         source=source,
+        outputs=results[0],
+        resized=lambda other, like: forward_of(model, fn, other, state, None if own is None else like.state),
         describe=lambda: described(division, cut, stages, held),
     )
-    return forward, results[0]
-
-
-class _Holders:
-    """Say which stages of a loss function hold which parts of its weights, and of the state that a function uses.
-
-    Args:
-        model: the loss function's stages.
-        state: who holds the state, each stage in its group "stage 0", "stage 1" and so on; None if nobody does yet.
-        replaces_state: whether the function replaces it.
-    """
-
-    def __init__(self, model: FunctionModel, state: PackedLayout | None, *, replaces_state: bool):
-        self.model, self.count, self._state = model, len(model.stages), state
-        self._replaces = replaces_state and state is not None
-        self._parts: dict[tuple[str, int], list[tuple[str, Part]]] = {}  # per leaf, the groups with a part of it
-        for name, tree in (("params", model.weights), ("state", state)):
-            for group, parts in () if tree is None else tree.parts_of_groups.items():
-                for part in parts:
-                    self._parts.setdefault((name, part.leaf), []).append((group, part))
-
-    def groups(self, read: Read) -> list[str]:
-        """Return the groups that have what an operation reads."""
-        name, part = read
-        return [group for group, held in self._parts.get((name, part.leaf), ()) if held.holds(part)]
-
-    def of(self, read: Read) -> Sequence[int]:
-        """Return the stages that have what an operation reads."""
-        if read[0] == "state" and self._state is None:
-            return range(self.count)
-        groups = self.groups(read)
-        own = [stage.params if read[0] == "params" else f"stage {s}" for s, stage in enumerate(self.model.stages)]
-        is_everywhere = read[0] == "params" and not {*groups} <= {*own}
-        return [s for s in range(self.count) if is_everywhere or own[s] in groups]
-
-    @property
-    def ipus(self) -> list[int | None]:
-        """Return the IPU of each stage, or None if it is concurrent."""
-        return [stage.place for stage in self.model.stages]
-
-    @property
-    def homes(self) -> dict[int, int]:
-        """Return, per leaf of the weights that is whole, the first stage that holds it."""
-        whole = [leaf for leaf in self.model.weights.leaves if leaf.part.rows is None]
-        return {leaf.part.leaf: min(self.of(("params", leaf.part))) for leaf in whole}
-
-    def needs(self, trace: FunctionTrace) -> dict[int, dict[Read, Sequence[int]]]:
-        """Return, per activation's operation by its id, what it reads or replaces, and the stages that can do so."""
-        found: dict[int, dict[Read, Sequence[int]]] = {}
-        for op, reads in trace.reads_but_for(small_values(trace)).items():
-            of_op = sorted(reads if self._state is not None else (r for r in reads if r[0] == "params"), key=str)
-            found[op] = {read: self.of(read) for read in of_op}
-        for op in filter(is_everywhere, trace.activations):
-            found[id(op)][_ALL_IPUS] = [s for s, ipu in enumerate(self.ipus) if ipu is None]
-        whole = [(Part(k), new) for k, new in enumerate(trace.new_state) if k not in trace.stacked]
-        for part, new in itertools.chain(whole, *trace.stacked.values()) if self._replaces else ():
-            if trace.is_activation(new):  # the first stage that holds it sends it to the others
-                found[id(trace.made_by[new])]["state", part] = self.of(("state", part))[:1]
-        return found
-
-    def of_new_state(self, trace: FunctionTrace) -> list[list[int]] | None:
-        """Return, per leaf of a state that is placed and replaced, the stages that hold it whole; otherwise None."""
-        if not self._replaces:
-            return None
-        leaves = range(len(trace.state))
-        return [[] if k in trace.stacked else [*self.of(("state", Part(k)))] for k in leaves]
-
-    def path(self, read: Read) -> str:
-        name, part = read
-        if read == _ALL_IPUS:
-            return "everywhere"
-        tree = self.model.weights if name == "params" else self._state
-        assert tree is not None, "who holds it is known"
-        return tree.paths[part.leaf] + ("" if part.rows is None else f"[{part.rows[0]}:{part.rows[1]}]")
-
-    def held(self, division: Division) -> Held:
-        """Return what the stages of a divided function hold.
-
-        Raises:
-            ValueError: one of them reads what another one holds.
-        """
-        own = [stage.params for stage in self.model.stages]
-        shared, copied = list[tuple[str, ...]](), dict[Part, list[int]]()
-        for s, piece in enumerate(division.pieces):
-            read: list[tuple[Var, Read]] = [(v, ("params", division.parts[v])) for v in piece.weights]
-            read += [(v, ("state", division.of_state[v])) for v in piece.state]
-            others: list[str] = []
-            for var, leaf in read:
-                if s not in self.of(leaf):
-                    raise ValueError(self.not_held(leaf, _reader(piece.equations, var), s))
-                of_leaf = [group for group in self.groups(leaf) if leaf[0] == "params" and group not in own]
-                others += of_leaf
-                if of_leaf:
-                    copied.setdefault(leaf[1], []).append(s)
-            shared.append(tuple(dict.fromkeys([*self.model.stages[s].shared, *others])))
-        new = [[value.part for value in division.state_of(s)] for s in range(self.count)]
-        of_groups = {} if self._state is None else self._state.parts_of_groups
-        state = new if self._state is None else [of_groups.get(f"stage {s}", []) for s in range(self.count)]
-        assert state == new or not self._replaces, f"{new} is replaced where {state} is held"
-        weights = self.model.weights
-        split = {leaf.part: leaf.split for leaf in weights.leaves if leaf.split is not None}
-        over = OverIpus(self.model.source.ipus, split)
-        self._check_split(division, over)
-        return Held(weights.parts_of_groups, own, shared, state, copied, over)
-
-    def _check_split(self, division: Division, over: OverIpus) -> None:
-        for s in range(self.count):
-            found = over.shards(division, s)
-            if isinstance(found, Blocked):
-                by = "as an output" if found.by is None else f"by {name_of(found.by)}{at_line(found.by)}"
-                raise ValueError(
-                    f"{self.path(('params', found.part))} lies split over the IPUs, and is needed whole {by}: read it "
-                    "in an everywhere that splits it as in the loss function"
-                )
-
-    def not_held(self, read: Read, line: str, stage: int | None = None) -> str:
-        """Say that a stage, or any stage, lacks what is read in this line."""
-        if read == _ALL_IPUS:
-            return f"everywhere{line} needs a concurrent stage, and the loss function has none: leave it out here, too"
-        found = self.of(read)
-        if not found:
-            return (
-                f"{self.path(read)} is read whole{line}, and its rows are on several IPUs: read the rows of each layer "
-                "where the layer is computed, in a scan over them or as w[k]"
-            )
-        return (
-            f"{self.path(read)} is on {_stages(found)}, and is read{line} by stage {stage}: read it where the loss "
-            "function does, and use its results later"
-        )
-
-
-def _reader(equations: Sequence[Eqn], var: Var) -> str:
-    return next((at_line(eqn) for eqn in equations if any(v is var for v in eqn.invars)), "")
-
-
-def _stages(numbers: Iterable[int]) -> str:
-    found = sorted(numbers)
-    return f"stage{'s' * (len(found) > 1)} {', '.join(map(str, found))}"
-
-
-def _cut(trace: FunctionTrace, holders: _Holders, of_state: Sequence[str]) -> Cut:
-    """Return where a function is cut, so that each operation is in a stage that holds what it reads.
-
-    Of all such cuts it is the one whose stages are the most even and send the least. If there is none in the function's
-    own order, each operation moves to the first stage that can run it.
-
-    Raises:
-        ValueError: there is none.
-    """
-    work, of_all, stages = work_of(trace), holders.needs(trace), range(holders.count)
-    for order in (None, _by_stages):
-        places = Places(trace, work, None if order is None else order(trace, of_all, holders))
-        found = [{*stages}.intersection(*of_all[id(op)].values()) for op in places.operations]
-        # per stage, whether it may run the operation
-        may = np.array([[s in of_operation for of_operation in found] for s in stages], bool)
-        ends = _ends(places, may)
-        if ends is not None:
-            return places.cut_at(ends, holders.ipus)
-    kept = f": {of_state[places.kept[0]]} is one array, and several stages read or replace it; {_BY_ROWS}"
-    raise ValueError(f"the function cannot be cut into these {holders.count} stages" + kept * bool(places.kept[1]))
-
-
-def _by_stages(trace: FunctionTrace, needs: dict[int, dict[Read, Sequence[int]]], holders: _Holders) -> Order:
-    """Return the operations ordered by the first stage that can run each.
-
-    Raises:
-        ValueError: no stage can run one of them, after what it follows from.
-    """
-    first: dict[Var, tuple[int, str]] = {}  # of each value the stage, and what made it no earlier one
-    turns: list[int] = []
-    for op in trace.activations:
-        before = [first[v] for v in variables(op.invars) if v in first]
-        stage, why = max(before, default=(0, ""), key=operator.itemgetter(0))
-        at = {f"{holders.path(read)} of {_stages(found)}": found for read, found in needs[id(op)].items() if found}
-        for read, found in needs[id(op)].items():
-            if not found:
-                raise ValueError(holders.not_held(read, at_line(op)))
-        for place, found in at.items():
-            if max(found) < stage:
-                mend = "read weights in the order of the loss function"
-                raise ValueError(f"{place} is read{at_line(op)} after {why}: {mend}")
-        may = {*range(stage, holders.count)}.intersection(*at.values())
-        if not may:
-            raise ValueError(f"one operation{at_line(op)} reads {' and '.join(at)}: read them one after the other")
-        if min(may) > stage:
-            why = max(at, key=lambda place: min({*at[place]}.intersection(range(stage, holders.count))))
-            stage = min(may)
-        first |= dict.fromkeys(op.outvars, (stage, why))
-        turns.append(stage)
-    return Order([trace.activations[t] for t in sorted(range(len(turns)), key=turns.__getitem__)])
-
-
-def _ends(places: Places, may: np.ndarray) -> tuple[int, ...] | None:
-    """Return, per stage but the last, the number of operations of it and of earlier ones; a stage may have none.
-
-    Args:
-        places: the places at which the function can be cut.
-        may: (stages, operations), whether a stage may run an operation.
-    """
-    stages, count = may.shape
-    total = np.concatenate([[0.0], np.cumsum(places.work)])
-    never = np.concatenate([np.zeros((stages, 1), int), np.cumsum(~may, 1)], 1)
-    at = np.array([0, *(t + 1 for t in range(count - 1) if places.allowed[t]), count])
-    price = np.concatenate([[0], places.sent])[at]
-    price = price * (TYPICAL / max(1.0, float(np.median(price))))
-    even = max(float(total[-1]) / stages, 1.0)
-    cost, before = np.where(at == 0, 0.0, np.inf), list[np.ndarray]()
-    for s in range(stages):
-        ones = np.flatnonzero(np.isfinite(cost))
-        load = total[at][None] - total[at[ones]][:, None]
-        fits = (at[None] >= at[ones][:, None]) & (never[s][at][None] == never[s][at[ones]][:, None])
-        steps = np.where(fits, cost[ones][:, None] + (load / even) ** 2, np.inf)
-        if not len(ones) or np.isinf(steps).all():
-            return None
-        before.append(ones[steps.argmin(0)])
-        cost = steps.min(0) + price
-    if np.isinf(cost[-1]):
-        return None
-    chosen = [len(at) - 1]
-    for step in reversed(before):
-        chosen.append(int(step[chosen[-1]]))
-    return tuple(int(at[k]) for k in reversed(chosen[1:-1]))

@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import Mesh
 
+from ipu_jax.base import facts
 from ipu_jax.base.annotations import Batch, Function, Key, Params, Tree, Value
 from ipu_jax.base.checks import as_int, check_choice, in_line
 from ipu_jax.base.showing import Table
@@ -25,6 +26,7 @@ from ipu_jax.core.cutting.description import described, names_of
 from ipu_jax.core.cutting.dividing import divide, small_values
 from ipu_jax.core.cutting.division import Division
 from ipu_jax.core.cutting.everywhere import check_outside, is_everywhere
+from ipu_jax.core.cutting.holders import Holders, cut_alike
 from ipu_jax.core.cutting.lost import reasons
 from ipu_jax.core.cutting.module_trees import check_equinox, check_linen
 from ipu_jax.core.cutting.order import by_weights, holding, runs_apart
@@ -100,8 +102,11 @@ class FunctionModel:
         aux_home: per leaf of the aux, the stage that returns it.
         microbatch: the tree of shapes of one micro-batch.
         key: the shape of its random key, or None.
+        trace: what was cut.
         cut: where it was cut.
         source: what it was cut from.
+        outputs: the shapes of what the function returns; of a loss function, its loss.
+        resized: cuts the function for other micro-batches, along the stages of another `FunctionModel`.
         describe: returns why, as lines and a table.
     """
 
@@ -113,8 +118,11 @@ class FunctionModel:
     aux_home: tuple[int, ...]
     microbatch: Batch
     key: Key
+    trace: FunctionTrace
     cut: Cut
     source: Source
+    outputs: Tree
+    resized: Callable[[Batch, "FunctionModel"], "FunctionModel"]
     describe: Callable[[], list[str | Table]]
 
     @functools.cached_property
@@ -136,8 +144,35 @@ class FunctionModel:
             changed["ipus"] = mesh.shape[IPU_AXIS]
         return self.again(**changed) if changed else self
 
+    def of_microbatch(self, batch: Batch, leading: int) -> "FunctionModel":
+        """Return the function for micro-batches of a batch, in stages that hold what these stages hold.
+
+        Args:
+            batch: arrays or shapes; dims can have other sizes than those for which the function was cut.
+            leading: how many dims are before a micro-batch's.
+
+        Raises:
+            ValueError: it cannot be cut so, or does not take these sizes.
+        """
+        found = {jax.tree_util.keystr(path): leaf.shape[leading:] for path, leaf in jax.tree.leaves_with_path(batch)}
+        shape_of = lambda path, leaf: leaf.update(shape=tuple(found[jax.tree_util.keystr(path)]))
+        microbatch = jax.tree.map_with_path(shape_of, self.microbatch)
+        if jax.tree.leaves(microbatch) == jax.tree.leaves(self.microbatch):
+            return self
+        try:
+            with facts.during("cutting a function for other sizes"):
+                return self.resized(microbatch, self)
+        except Exception as error:
+            old, new = map(_sizes, (self.microbatch, microbatch))
+            raise ValueError(
+                f"the function was cut for micro-batches of {old}, and raises {type(error).__name__} for {new}: {error}"
+            ) from error
+
     def check(self, batch: Batch, leading: int, key: Key) -> None:
-        """Raise `ValueError` unless batch (after `leading` dims) and key are like what the function was cut for."""
+        """Raise `ValueError` unless batch (after `leading` dims) and key are like what the function was cut for.
+
+        Dims can have other sizes.
+        """
         if key is not None and self.key is not None and key.dtype != self.key.dtype:
             raise ValueError(
                 f"key is a {key.dtype}, and the function was cut for a {self.key.dtype}: make it with "
@@ -152,10 +187,11 @@ class FunctionModel:
                 raise ValueError(
                     f"batch{path} is {is_what}: the function was cut for micro-batches with {', '.join(cut_for)}"
                 )
-            if tuple(other.shape[leading:]) != one.shape or given.held_dtype(other) != one.dtype:
+            shape = tuple(other.shape[leading:])
+            if len(shape) != len(one.shape) or given.held_dtype(other) != one.dtype:
                 raise ValueError(
-                    f"batch{path} has micro-batches of {other.dtype}{list(other.shape[leading:])}, and the function "
-                    f"was cut for {one.dtype}{list(one.shape)}: give these, or cut the function for the others"
+                    f"batch{path} has micro-batches of {other.dtype}{list(shape)}, and the function "
+                    f"was cut for {one.dtype}{list(one.shape)}: give this dtype and this number of dims, of any sizes"
                 )
 
     def of_stages(self, aux: Tree) -> dict[str, Tree]:
@@ -181,8 +217,20 @@ class FunctionModel:
         return Message(loss), state if new_state is None else new_state, self.of_stages(aux)
 
 
-def model_of(source: Source) -> FunctionModel:
-    """Trace and cut a loss function, or raise a `ValueError` that says what cannot be cut."""
+def _sizes(microbatch: Batch) -> str:
+    return ", ".join(
+        f"{jax.tree_util.keystr(path)} {list(leaf.shape)}".strip()
+        for path, leaf in jax.tree.leaves_with_path(microbatch)
+    )
+
+
+def model_of(source: Source, like: FunctionModel | None = None) -> FunctionModel:
+    """Trace and cut a loss function, or raise a `ValueError` that says what cannot be cut.
+
+    Args:
+        source: the function.
+        like: the same function for micro-batches of other sizes, whose stages hold the weights already; or None.
+    """
     is_frozen = given.frozen_leaves(source.frozen, source.params)
     check_linen(source.params, is_frozen)
     state = None if source.state is None else given.shapes("state", source.state)
@@ -202,15 +250,26 @@ def model_of(source: Source) -> FunctionModel:
     given.check_marks(trace, [STAGE_END, *(source.names or ())])
     check_cotangents(trace)
     check_outside(trace.operations)
-    written = trace
+    written, line = trace, list[str]()
+    holders = like and Holders(
+        like.stages, like.weights, like.state, ipus=source.ipus, replaces_state=state is not None
+    )
     if source.head == "concurrent":
-        trace = with_concurrent_head(trace, source.ipus, source.mesh)
+        trace = with_concurrent_head(trace, source.ipus, source.mesh, holders and holders.split(trace))
     shaped = dataclasses.replace(source, params=params, state=state, microbatch=microbatch)
-    cut, line = _best_cut(trace, work_of(trace), shaped)
-    _check_places(source.places, cut.ipus)
-    division = divide(trace, cut.of_stages)
+    if like is None or holders is None:
+        cut, line = _best_cut(trace, work_of(trace), shaped)
+        _check_places(source.places, cut.ipus)
+        division = divide(trace, cut.of_stages)
+        held, names = who_holds(division, cut.ipus, source.ipus), names_of(division)
+        weights, of_state = held.layout(params), None if state is None else held.state_layout(state)
+    else:
+        cut = cut_alike(trace, holders, like.trace, like.cut, state)
+        division = dataclasses.replace(divide(trace, cut.of_stages), placed=holders.of_new_state(trace))
+        held, names = holders.held(division), [stage.name for stage in like.stages]
+        weights, of_state = like.weights, like.state
     check_tied(division)
-    stages, weights, of_state, held = _stages_of(division, cut.ipus, source.ipus, shaped)
+    stages = _stages_of(division, held, names, cut.ipus, shaped)
     paths = weights.paths, of_state.paths if of_state else ()
     return FunctionModel(
         stages=stages,
@@ -221,8 +280,11 @@ def model_of(source: Source) -> FunctionModel:
         aux_home=tuple(division.aux_home),
         microbatch=microbatch,
         key=key,
+        trace=trace,
         cut=cut,
         source=source,
+        outputs=results[0],
+        resized=lambda other, like: model_of(dataclasses.replace(source, microbatch=other), like),
         describe=lambda: [*described(division, cut, stages, held, *paths), *line],
     )
 
@@ -236,14 +298,10 @@ def _check_places(asked: Sequence[int | None], found: Sequence[int | None]) -> N
 
 
 def _stages_of(
-    division: Division, placement: Sequence[int | None], ipus: int, source: Source
-) -> tuple[tuple[Stage, ...], PackedLayout, PackedLayout | None, Held]:
-    """Return the stages, and who holds which part of the user's trees."""
-    held, names = who_holds(division, placement, ipus), names_of(division)
+    division: Division, held: Held, names: Sequence[str], placement: Sequence[int | None], source: Source
+) -> tuple[Stage, ...]:
     make = functools.partial(make_stage, division, held, source.microbatch, recompute=source.recompute)
-    stages = tuple(make(s, name=name, ipu=ipu) for s, (name, ipu) in enumerate(zip(names, placement, strict=True)))
-    of_state = None if source.state is None else held.state_layout(source.state)
-    return stages, held.layout(source.params), of_state, held
+    return tuple(make(s, name=name, ipu=ipu) for s, (name, ipu) in enumerate(zip(names, placement, strict=True)))
 
 
 def _traced_work(places: Places, source: Source) -> dict[int, float]:
@@ -254,9 +312,11 @@ def _traced_work(places: Places, source: Source) -> dict[int, float]:
     at = [*np.flatnonzero(places.allowed & places.is_waist), len(places.operations) - 1]
     of_stages = places.cut_at([t + 1 for t in at[:-1]], [0] * len(at)).of_stages
     ipus = [None if any(map(is_everywhere, of_stage)) else 0 for of_stage in of_stages]
-    stages, weights, of_state, _ = _stages_of(divide(places.trace, of_stages), ipus, 1, source)
-    states = None if of_state is None else of_state.split(source.state)
-    groups = weights.split(source.params)
+    division = divide(places.trace, of_stages)
+    held = who_holds(division, ipus, 1)
+    stages = _stages_of(division, held, names_of(division), ipus, source)
+    groups = held.layout(source.params).split(source.params)
+    states = None if source.state is None else held.state_layout(source.state).split(source.state)
     costs = flops_of_stages(stages, groups, source.microbatch, states, mesh=source.mesh, ipus=source.ipus)
     found, first = dict[int, float](), 0
     for of_stage, cost in zip(of_stages, costs, strict=True):

@@ -152,5 +152,6 @@ class Foreseen:
         check_measurable(given, measured, repeats)
         if measured:
             check_there(self.mesh, "measured=True", "measured=False, which counts FLOPs")
-        traced = self.placement.traced(lambda shapes: shapes.trace(self.stages), given)
+        stages = self.placement.of_batch(batch).stages
+        traced = self.placement.traced(lambda shapes: shapes.trace(stages), given)
         return traced.measured(self.mesh, repeats) if measured else traced.counted()

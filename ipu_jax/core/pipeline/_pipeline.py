@@ -366,7 +366,7 @@ class Pipeline(Placing, Foreseen, WithForward, Shown):
         given, role = StepArgs(params, batch, state, key), "training" if training else "evaluation"
         self.placement.check(given, role)
         loss, aux, new_state = self._programs.loss(given, role)
-        result = self.placement.loss_with_aux(loss, aux)
+        result = self.placement.of_batch(batch).loss_with_aux(loss, aux)
         if not (training and self.placement.state.owners):
             return result
         return (loss, (result[1], new_state)) if isinstance(result, tuple) else (loss, new_state)

@@ -48,8 +48,8 @@ class Forward(Shown):
         placed = None
         if isinstance(state, Forward):
             placed, state = _placed(state, pipeline), state._state
-        function, self.outputs = forward_of(pipeline.function, fn, inputs, state, placed)
-        self._of, self._fn, self._state = pipeline, fn, state
+        function = forward_of(pipeline.function, fn, inputs, state, placed)
+        self._state, self.outputs = state, function.outputs
         self._pipeline = pipeline.replace(stages=function)
         self.placement: PlacedStages = self._pipeline.placement
         self._programs = Programs(self.placement)
@@ -83,8 +83,14 @@ class Forward(Shown):
         given = StepArgs(params, inputs, state, key)
         self.check(given)
         outputs, new_state = self._programs.predict(given, reuses_state=self.has_state)
-        outputs = jax.tree.map(with_keys, outputs, self.outputs)
+        outputs = jax.tree.map(with_keys, outputs, self.cut_for(inputs).outputs)
         return (outputs, new_state) if self.has_state else outputs
+
+    def cut_for(self, inputs: Batch) -> FunctionModel:
+        """Return the function as it was cut for these inputs."""
+        function = self.placement.of_batch(inputs).function
+        assert function is not None, "it was cut"
+        return function
 
     def check(self, given: StepArgs) -> None:
         """Raise the `ValueError` that a call raises for these arguments."""
@@ -93,14 +99,6 @@ class Forward(Shown):
         if self.has_state and given.state is None:
             raise ValueError("state is missing: pass what shard_state or an earlier call of this function returned")
         self.placement.check(given, "prediction")
-
-    def for_inputs(self, inputs: Batch) -> "Forward":
-        """Return the same function for micro-batches of another size: one, or its shapes. Both take the same state.
-
-        Raises:
-            ValueError: as in `Pipeline.forward`.
-        """
-        return self._of.forward(self._fn, inputs, state=self if self.has_state else None)
 
     def shard_state(self, state: Tree) -> Sharded:
         """Place the function's own state on the IPUs: each leaf, or each layer's rows, where it is used.

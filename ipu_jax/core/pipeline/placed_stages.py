@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ipu_jax.base import status
-from ipu_jax.base.annotations import Params, Tree, Value
+from ipu_jax.base.annotations import Batch, Params, Tree, Value
 from ipu_jax.base.jaxprs import traced_on
 from ipu_jax.base.showing import Table, counted
 from ipu_jax.core.compiled.guards import GuardCheck
@@ -153,22 +153,51 @@ class PlacedStages:
 
     def chosen(self, program: Any, given: StepArgs, *, trains: bool = True, runs: bool = True) -> "PlacedStages":
         """Return these stages as a program of these arguments runs them: under its schedule, with its guards."""
-        placed = self.scheduled(given) if trains else self
+        placed = self.scheduled(given) if trains else self.of_batch(given.batch)
         return placed.guarded(program, given, lambda placed: placed.lowered(program, given), runs=runs)
 
-    def scheduled(self, given: StepArgs) -> "PlacedStages":
-        """Return these stages with their schedule: under "auto" the one for the shapes of a step."""
-        if self.schedule is not None:
+    def of_batch(self, batch: Batch) -> "PlacedStages":
+        """Return these stages as a batch needs them: for micro-batches of other sizes, the function is cut anew.
+
+        Each part of the weights and of the state stays where it is.
+
+        Raises:
+            ValueError: the function cannot be cut so.
+        """
+        if self.function is None:
             return self
+        leading = 1 + given_dims(self.replicas)
+        leaves, treedef = jax.tree.flatten(batch)
+        sizes = treedef, *(tuple(leaf.shape[leading:]) for leaf in leaves)
+        if sizes not in self._by_sizes:
+            self._by_sizes[sizes] = self._of_function(self.function.of_microbatch(batch, leading))
+        return self._by_sizes[sizes]
+
+    def _of_function(self, function: FunctionModel) -> "PlacedStages":
+        if function is self.function:
+            return self
+        choice = dataclasses.replace(self.choice, stages=function.stages)
+        return dataclasses.replace(self, stages=function.stages, function=function, choice=choice)
+
+    def scheduled(self, given: StepArgs) -> "PlacedStages":
+        """Return these stages as a step needs them: under "auto" with the schedule for its shapes."""
+        placed = self.of_batch(given.batch)
+        if placed.schedule is not None:
+            return placed
         leaves, treedef = jax.tree.flatten(given)
         shapes = (treedef, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if shapes not in self._by_shapes:
-            self._by_shapes[shapes] = dataclasses.replace(self, schedule=self.found(given).schedule)
+            self._by_shapes[shapes] = dataclasses.replace(placed, schedule=placed.found(given).schedule)
         return self._by_shapes[shapes]
 
     def found(self, given: StepArgs, costs: StageCosts | None = None) -> FoundSchedule:
         """Return the result of the search for a schedule for the shapes of a step."""
-        return self.traced(lambda shapes: self.choice.find(shapes, costs), given)
+        choice = self.of_batch(given.batch).choice
+        return self.traced(lambda shapes: choice.find(shapes, costs), given)
+
+    @functools.cached_property
+    def _by_sizes(self) -> dict[Any, "PlacedStages"]:
+        return {}
 
     @functools.cached_property
     def _by_shapes(self) -> dict[Any, "PlacedStages"]:

@@ -156,11 +156,11 @@ class _OnOneDevice:
 
     def __init__(self, pipeline: Pipeline, given: StepArgs, whole: StepArgs):
         self.pipeline, self.whole = pipeline, whole
-        schedule = pipeline.placement.scheduled(given).schedule
-        assert schedule is not None, "it is chosen for the arguments"
-        self.schedule = schedule
-        self.segments = segments_of(pipeline.stages, schedule, prices=pipeline.placement.prices, exact=True)
-        self.layout = pipeline.placement.weights.as_trained(given.params.layout)
+        self.placed = placed = pipeline.placement.scheduled(given)
+        assert placed.schedule is not None, "it is chosen for the arguments"
+        self.schedule = placed.schedule
+        self.segments = segments_of(placed.stages, placed.schedule, prices=placed.prices, exact=True)
+        self.layout = placed.weights.as_trained(given.params.layout)
         self.has_state = given.state is not None
         self.state_layout = given.state.layout if self.has_state else PackedLayout()
         self.readers = collections.defaultdict[str, dict[int, list[int]]](dict)  # per group and IPU, its segments
@@ -176,7 +176,7 @@ class _OnOneDevice:
         added = lambda rows, start: sum(rows.astype(jnp.promote_types(rows.dtype, jnp.float32)), start)
         mean = compiled(lambda rows, start: added(rows, start) / len(rows))  # without these options, it is * (1 / 3)
         loss = mean(mean(losses.T, 0.0), -0.0)  # a pipeline adds losses to 0.0, so -0.0 is lost
-        value = self.pipeline.placement.loss_with_aux(loss, without_dims(aux, self.pipeline.replicas))
+        value = self.placed.loss_with_aux(loss, without_dims(aux, self.pipeline.replicas))
         reduced = lambda s: mean(s, -0.0).astype(s.dtype) if jnp.issubdtype(s.dtype, jnp.floating) else s[0]
         new_state = jax.tree.map(reduced, states) if self.has_state else None
         of_groups = {group.name: self._gradients(group, gradients) for group in self.layout.groups}

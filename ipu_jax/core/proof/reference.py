@@ -108,8 +108,7 @@ def reference_predict(
 
 def unsharded_forward(forward: Forward, given: StepArgs, compiled: Compiled = jax.jit) -> tuple[Tree, Tree]:
     """Return the outputs and the new state of a forward pass, computed by the function itself on whole arguments."""
-    assert forward.placement.function is not None, "it was cut"
-    return _predicted(forward, forward.placement.function.unsharded, given, compiled)
+    return _predicted(forward, forward.cut_for(given.batch).unsharded, given, compiled)
 
 
 def _predicted(runs: Any, model: Function, given: StepArgs, compiled: Compiled = jax.jit) -> tuple[Tree, Tree]:
@@ -131,7 +130,8 @@ def unsharded_update(pipeline: Pipeline, given: StepArgs, compiled: Compiled = j
     check_key(given.key, stages, "training", taken=pipeline.placement.takes_key)
     check_batch(given.batch, replicas, m)
     frozen = _check_whole(pipeline, given).frozen
-    model = whole(stages, "reference") if pipeline.function is None else pipeline.function.unsharded
+    placed = pipeline.placement.of_batch(given.batch)
+    model = whole(stages, "reference") if placed.function is None else placed.function.unsharded
     leaves, treedef = jax.tree.flatten(given.params)
 
     def learning_of(args: StepArgs) -> Learning:
@@ -151,7 +151,7 @@ def unsharded_update(pipeline: Pipeline, given: StepArgs, compiled: Compiled = j
     ]
     new_state = jax.tree.map(lambda s: s.mean(0) if jnp.issubdtype(s.dtype, jnp.floating) else s[0], states)
     loss = losses.sum(dtype=jnp.promote_types(losses.dtype, jnp.float32)) / (m * replicas)
-    value = pipeline.placement.loss_with_aux(loss, without_dims(aux, replicas))
+    value = placed.loss_with_aux(loss, without_dims(aux, replicas))
     result = (value, jax.tree.unflatten(treedef, of_leaves))
     return (*result, new_state) if jax.tree.leaves(new_state) else result
 

@@ -272,8 +272,7 @@ def _changes(
     if all(leaf.ndim > at + 1 and leaf.shape[at + 1] % 2 == 0 for leaf in jax.tree.leaves(given.batch)):
         halves = lambda shape: (*shape[:at], 2 * shape[at], shape[at + 1] // 2, *shape[at + 2 :])
         halved = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(halves(leaf.shape), leaf.dtype), given.batch)
-        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[at + 1 :], leaf.dtype), halved)
-        of_halves = lambda: pipeline.replace(stages=again(microbatch=one), gradient_accumulation=2 * m)
+        of_halves = lambda: pipeline.replace(gradient_accumulation=2 * m)
         yield f"gradient_accumulation={2 * m} with half of each micro-batch", of_halves, given._replace(batch=halved)
     for other in _SCHEDULES:
         if other != schedule:

@@ -7,7 +7,6 @@ Examples are padded to the largest bucket where they are read, and a batch is cu
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -141,11 +140,11 @@ class Padding:
 _DIMS = "give the dim of the length, such as dim=0, or a dim for each leaf, None for a leaf without a length"
 
 
-def checked_buckets(given: Buckets | Sequence[int] | None, items: str | None, model: Any) -> Buckets | None:
-    """Return the buckets of a feed, or None, from its arguments and the model of its step.
+def checked_buckets(given: Buckets | Sequence[int] | None, items: str | None) -> Buckets | None:
+    """Return the buckets of a feed, or None, from its arguments.
 
     Raises:
-        ValueError: they are not sizes, or the source or the model has one shape only.
+        ValueError: they are not sizes, or the source has one shape only.
     """
     if given is None:
         return None
@@ -154,12 +153,6 @@ def checked_buckets(given: Buckets | Sequence[int] | None, items: str | None, mo
         raise ValueError(
             f"buckets={buckets.sizes}, but the source is arrays, whose rows have one length: give a list of examples "
             "of unlike lengths, with items='examples'"
-        )
-    placement = getattr(model, "placement", None)  # of a pipeline
-    if len(buckets.sizes) > 1 and getattr(placement, "function", None) is not None:
-        raise ValueError(
-            f"buckets={buckets.sizes}, but the step's pipeline was cut from a function for micro-batches of one shape: "
-            "give one bucket, or make the pipeline of stages, which take any shape"
         )
     return buckets
 

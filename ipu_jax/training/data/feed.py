@@ -181,7 +181,7 @@ class Feed:
         remainder = remainder or ("drop" if step is None else "updates")
         dims = BatchDims(micro_batch, **counts, **share_of(mesh, instances, instance), remainder=remainder)
         rest: dict[str, Json] = {"mesh": mesh, "warns": warns, "fill": fill, "epochs": epochs, "state": state}
-        of_form = {"buckets": checked_buckets(buckets, items, getattr(step, "model", None)), "fill": fill}
+        of_form = {"buckets": checked_buckets(buckets, items), "fill": fill}
         if _is_stream(source, items):
             self._reader = _stream(source, items, dims, of_form, shuffle, seed, workers, **rest)
         else:

@@ -33,7 +33,7 @@ from ipu_jax.core.mesh.axes import broadcast, over_ipus
 from ipu_jax.core.mesh.devices import IPU_AXIS, REPLICA_AXIS
 from ipu_jax.core.mesh.instances import on_host
 from ipu_jax.core.options import TrainOptions
-from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, call_segment, keys_of, one_by_one
+from ipu_jax.core.programs.segment import NO_MESSAGE, MicrobatchInputs, Segment, call_segment, keys_of, one_by_one
 from ipu_jax.core.programs.segment_program import split_floats, split_marked
 from ipu_jax.core.step_args import StepArgs
 from ipu_jax.training.update._precision import current_scale, widened
@@ -59,7 +59,7 @@ class Replay:
         if IPU_AXIS not in self._mesh.shape:
             axes = (REPLICA_AXIS, IPU_AXIS)
             self._mesh = Mesh(self._mesh.devices[:, None], axes, axis_types=(AxisType.Auto, AxisType.Auto))
-        self._segments = one_by_one(model.stages)
+        self._segments: Sequence[Segment] = ()  # of the last update that was run
         self._enter, self._run = jax.jit(self._entered), jax.jit(self._task, static_argnums=0)
 
     @facts.during("finding what was not finite")
@@ -72,6 +72,8 @@ class Replay:
             step: the number of the update, from 1.
         """
         key = jax.random.fold_in(state.key, step - 1) if self._model.random else None
+        chosen = self._model.scheduled(lambda: StepArgs(state.params, batch, state.stages, key))
+        self._segments = one_by_one(self._model.on(chosen).stages)
         params = Sharded(jax.tree.leaves(state.params), self._model.layout(state.params))
         given = StepArgs(params, batch, state.stages or Sharded([], PackedLayout()), key)
         args, dloss = self._enter(given, current_scale(self._options, state.scale))

@@ -84,7 +84,7 @@ class Evaluation:
         if forward.takes_key and key is None:
             raise ValueError("key is missing: the function takes one, give key=jax.random.key(...)")
         check_key(key, forward.stages, "prediction", taken=forward.takes_key)
-        self._forward, self._key, self._rests = forward, key, dict[int, Forward]()
+        self._forward, self._key = forward, key
         self._is_dict = isinstance(forward.outputs, Mapping)
         self.names = (*forward.outputs,) if self._is_dict else ("loss",)
         self._check_outputs(forward.outputs)
@@ -100,15 +100,22 @@ class Evaluation:
         make = functools.partial(make, shuffle=False, remainder="pad")
         self._feed = make(gradient_accumulation=m)
         self._feed.check_epoch(1)
-        examples, replicas, function = self._feed.examples, forward.replicas, forward.placement.function
+        examples, replicas, like, function = (
+            self._feed.examples,
+            forward.replicas,
+            self._feed.like,
+            forward.placement.function,
+        )
         assert function is not None, "it was cut"
-        function.check(self._feed.like, 1 + given_dims(replicas), key)
+        at = 1 + given_dims(replicas)
+        function.check(like, at, key)
         if examples is not None:
             if micro_batches is None:
                 most = math.ceil(examples / (self._size * replicas))
                 self._feed = make(gradient_accumulation=min(m, most))
-            if rest := examples % self._size:
-                self._for_rest(rest)
+            if rest := examples % self._size:  # whether it can be cut for it
+                of_rest = lambda leaf: leaf.update(shape=(*leaf.shape[:at], rest, *leaf.shape[at + 1 :]))
+                forward.cut_for(jax.tree.map(of_rest, like))
 
     @jax.transfer_guard("allow")  # the caller asks for this transfer
     def __call__(self, state: TrainState) -> dict[str, float]:
@@ -124,10 +131,10 @@ class Evaluation:
             for number, batch in enumerate(self._feed.epoch()):
                 full, rest = divmod(batch.examples, self._size)
                 if full:
-                    calls.append((full * [self._size], self._run(self._forward, state, batch.arrays, number)))
+                    calls.append((full * [self._size], self._run(state, batch.arrays, number)))
                 if rest:
                     rows = _rest_of(batch.arrays, full, rest, self._forward.replicas)
-                    calls.append(([rest], self._run(self._for_rest(rest), state, rows, number + 1)))
+                    calls.append(([rest], self._run(state, rows, number + 1)))
                 count += batch.examples
         finally:
             self._feed.seek(0)  # after an interruption, too; and the feed lets go of the last batch
@@ -149,16 +156,10 @@ class Evaluation:
             )
         self._forward.check(StepArgs(state.params, self._feed.like, state.stages, self._key))
 
-    def _run(self, forward: Forward, state: TrainState, batch: Batch, number: int) -> dict[str, Tree]:
+    def _run(self, state: TrainState, batch: Batch, number: int) -> dict[str, Tree]:
         key = None if self._key is None else jax.random.fold_in(self._key, number)
-        outputs = forward(state.params, batch, state.stages, key)
+        outputs = self._forward(state.params, batch, state.stages, key)
         return outputs if self._is_dict else {"loss": outputs}
-
-    def _for_rest(self, size: int) -> Forward:
-        if size not in self._rests:
-            shape = lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype)
-            self._rests[size] = self._forward.for_inputs(jax.tree.map(shape, self._forward.inputs))
-        return self._rests[size]
 
     def _check_outputs(self, outputs: Tree) -> None:
         named = outputs if isinstance(outputs, Mapping) else {"": outputs}

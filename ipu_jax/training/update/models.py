@@ -146,7 +146,8 @@ class PipelineModel(Model):
         self.placement.check(given)
 
     def scheduled(self, given: Callable[[], StepArgs]) -> PlacedStages:
-        return self.placement if self.placement.schedule is not None else self.placement.scheduled(given())
+        is_fixed = self.placement.schedule is not None and self.placement.function is None
+        return self.placement if is_fixed else self.placement.scheduled(given())
 
     def guarded(
         self, chosen: PlacedStages, program: Any, args: Tree, lower: Callable[[Any], Any], *, runs: bool = True
@@ -155,7 +156,7 @@ class PipelineModel(Model):
 
     def on(self, chosen: PlacedStages) -> "PipelineModel":
         model = copy.copy(self)
-        model.placement = chosen
+        model.placement, model.stages = chosen, chosen.stages
         return model
 
     def has(self, params: Params) -> bool:

@@ -65,13 +65,13 @@ def assert_cut_right(example: Example, stages: int, cut_for: Any, inputs: Any) -
     """Cut the loss for one micro-batch, and the outputs for perhaps another one; compare the outputs."""
     key = key_of(example)
     loss = cut_into(stages, example.loss, example.params, cut_for, state=example.state)
-    model, shapes = forward_of(loss, example.outputs, inputs, None)
+    model = forward_of(loss, example.outputs, inputs, None)
     assert model.weights is loss.weights
     assert len(model.stages) == stages
     found, _ = jax.jit(composed(model))(example.params, example.state, inputs, key)
     expected = plain_outputs(example, inputs, key)
     assert_same(found, expected)
-    assert jax.tree.map(lambda leaf: leaf.shape, shapes) == jax.tree.map(jnp.shape, expected)
+    assert jax.tree.map(lambda leaf: leaf.shape, model.outputs) == jax.tree.map(jnp.shape, expected)
 
 
 @pytest.mark.fast(
@@ -226,7 +226,7 @@ def one_cache_for_two_layers(params, caches, ids):
 
 def assert_state_right(stages: int, loss: Any, params: Any, step: Any, state: Any) -> PackedLayout:
     """Run three steps by the stages and by plain jax, and compare outputs and state; return who holds the state."""
-    model, _ = forward_of(cut_into(stages, loss, params, IDS), step, IDS, state)
+    model = forward_of(cut_into(stages, loss, params, IDS), step, IDS, state)
     assert model.state is not None
     run, plain, expected = jax.jit(composed(model)), jax.jit(step), state
     for turn in range(3):

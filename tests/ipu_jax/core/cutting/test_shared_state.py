@@ -80,9 +80,9 @@ def test_a_function_takes_and_returns_the_state_of_another_one():
     assert {group.name: len(group.leaves) for group in placed.layout.groups} == {"stage 0": 4, "stage 1": 3}
     assert alone.layout != placed.layout  # so that it matters
     cache = CACHE
-    again = first.for_inputs(PROMPTS), second.for_inputs({**TOKEN, "x": np.repeat(TOKEN["x"], 3, 1)})
-    for function, fn in ((first, prefill), (second, decode), (again[1], decode), (again[0], prefill)):
-        inputs = jax.tree.map(lambda leaf: np.asarray(normal(*leaf.shape) if leaf.shape else PROMPT), function.inputs)
+    three = {**TOKEN, "x": np.repeat(TOKEN["x"], 3, 1)}
+    for function, fn, like in ((first, prefill, PROMPTS), (second, decode, TOKEN), (second, decode, three)) * 2:
+        inputs = jax.tree.map(lambda leaf: np.asarray(normal(*leaf.shape) if leaf.shape else PROMPT), like)
         inputs["at"] = np.int32(0 if fn is prefill else PROMPT)
         found, placed = function(weights, jax.tree.map(lambda leaf: leaf[None], inputs), placed)
         expected, cache = jax.jit(fn)(PARAMS, cache, inputs)

@@ -184,7 +184,7 @@ def test_another_function_can_read_at_any_stage_what_the_loss_leaves_alone():
     def at_the_end(params, state, x):
         return each(x, params["w"]) * (1 + state["count"]) @ params["head"]
 
-    forward, _ = forward_of(cut(loss_of(mean_of_batches), 3), at_the_end, BATCH["x"], None)
+    forward = forward_of(cut(loss_of(mean_of_batches), 3), at_the_end, BATCH["x"], None)
     state = {**STATE, "count": jnp.int32(4)}
     found, _ = jax.jit(composed(forward))(PARAMS, state, BATCH["x"])
     np.testing.assert_allclose(found, jax.jit(at_the_end)(PARAMS, state, BATCH["x"]), rtol=1e-5)

@@ -284,8 +284,8 @@ def test_what_cannot_be_cut_or_placed_is_refused(call, holds):
     (lambda: PIPELINE.value_and_grad(PLACED, {**BATCH, "z": BATCH["y"]}), "batch['z']", "unknown"),
     (
         lambda: PIPELINE.value_and_grad(PLACED, {**BATCH, "y": np.ones((M, 5, 9), np.float32)}),
-        "float32[5, 9]",
-        "float32[4, 9]",
+        "cut for micro-batches of ['ids'] [4], ['y'] [4, 9]",
+        "raises TypeError for ['ids'] [4], ['y'] [5, 9]: sub got incompatible shapes",
     ),
     (lambda: PIPELINE.value_and_grad(PLACED, {**BATCH, "ids": np.ones((M, 4), np.float32)}), "float32[4]", "int"),
     (lambda: PIPELINE.predict(PLACED, BATCH), "loss function", "pipeline.forward(fn, inputs)"),

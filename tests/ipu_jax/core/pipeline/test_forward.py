@@ -238,7 +238,7 @@ def derivative(weights: Any) -> Any:
     (lambda: functions()["logits"](PARAMS, MANY), "params is a dict", "pipeline.shard(...) returns"),
     (lambda: functions()["logits"].shard_state(EACH), "no state of its own", "state=..."),
     (lambda: functions()["forwards"].shard_state(EACH[1:]), "state is not the tree", "give a tree like that one"),
-    (call("logits", batch=MANY[..., :2]), "int32[2, 2]", "cut for int32[2, 3]", "cut the function for the others"),
+    (call("logits", batch=MANY[..., None]), "int32[2, 3, 1]", "cut for int32[2, 3]", "this number of dims"),
     (call("logits", batch=MANY.astype(np.float32)), "float32[2, 3]", "cut for int32[2, 3]"),
     (call("logits", batch=MANY[:0]), "shape (0, 2, 3)", "any number of micro-batches from 1 on"),
     (

@@ -48,10 +48,21 @@ def head(w: Any, x: Any, mb: Any) -> Any:
     return (losses * mb["weights"]).sum(), mb["weights"].sum()
 
 
-def make_step(ipus: int, replicas: int = 1, k: int = 1, m: int = 2) -> Any:
+def whole(weights: Any, mb: Any) -> Any:
+    x = embed(weights["embed"], None, mb)
+    for k in range(2):
+        x = body(weights[f"body {k}"], x, mb)
+    return head(weights["head"], x, mb)
+
+
+def make_step(ipus: int, replicas: int = 1, k: int = 1, m: int = 2, *, is_cut: bool = False) -> Any:
     functions = {"embed": embed, "body 0": body, "body 1": body, "head": head}
-    stages = [Stage(fn, params=name, ipu=at * ipus // 4) for at, (name, fn) in enumerate(functions.items())]
-    pipeline = Pipeline(stages, gradient_accumulation=m)
+    if is_cut:
+        rows = {name: np.stack([leaf] * 2) for name, leaf in EXAMPLES[0].items()}
+        pipeline = Pipeline.from_function(whole, WEIGHTS, rows, ipus=ipus, gradient_accumulation=m)
+    else:
+        stages = [Stage(fn, params=name, ipu=at * ipus // 4) for at, (name, fn) in enumerate(functions.items())]
+        pipeline = Pipeline(stages, gradient_accumulation=m)
     options = TrainOptions(weighted=True, replication_factor=replicas, device_iterations=k, outputs="all")
     return make_train_step(pipeline, optax.sgd(1.0), options)
 
@@ -71,9 +82,10 @@ def dense(weights: Any, example: Any) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize(("ipus", "replicas"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)])
-def test_an_update_has_the_loss_and_gradients_of_unpadded_examples(ipus, replicas):
-    step = make_step(ipus, replicas, m=max(2, ipus))
+def test_an_update_has_the_loss_and_gradients_of_unpadded_examples(ipus, replicas, is_cut):
+    step = make_step(ipus, replicas, m=max(2, ipus), is_cut=is_cut)
     state, seen = step.init(WEIGHTS), set()
     with feed_of(step) as feed:
         for batch in feed.epoch():
@@ -96,9 +108,10 @@ def test_an_update_has_the_loss_and_gradients_of_unpadded_examples(ipus, replica
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("k", [1, 2])
-def test_sixty_updates_compile_one_program_per_bucket_and_none_twice(k):
-    step, sizes, late = make_step(2, k=k), set[int](), 0
+def test_sixty_updates_compile_one_program_per_bucket_and_none_twice(k, is_cut):
+    step, sizes, late = make_step(2, k=k, is_cut=is_cut), set[int](), 0
     state = step.init(WEIGHTS)
     with feed_of(step) as feed:
         while int(state.step) < 60:
@@ -112,11 +125,11 @@ def test_sixty_updates_compile_one_program_per_bucket_and_none_twice(k):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [1, 2])
-def test_fit_continues_from_a_checkpoint_with_the_same_losses(k, tmp_path):
+@pytest.mark.parametrize(("k", "is_cut"), [(1, False), (2, False), (2, True)])
+def test_fit_continues_from_a_checkpoint_with_the_same_losses(k, is_cut, tmp_path):
     """7 updates end inside a call of 2, and inside an epoch."""
     said: list[str] = []
-    step = make_step(2, k=k)
+    step = make_step(2, k=k, is_cut=is_cut)
 
     def evaluate(state: Any) -> dict[str, float]:
         with feed_of(step, shuffle=False) as feed:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ipu_jax import Feed, Pipeline, TrainOptions, make_mesh, make_train_step
+from ipu_jax import Feed, make_mesh
 from ipu_jax.io import Buckets
 from support import across_feeds
 from support.programs import run_instances
@@ -169,17 +169,6 @@ def test_a_stream_is_padded_in_its_own_order(items):
         assert np.asarray(next(feed_of(stream, items=items, seed=0, state=state)).data["id"]).ravel().tolist() == among
 
 
-def cut_step() -> Any:
-    """Return a step of a pipeline that is cut from a function."""
-    import jax.numpy as jnp
-    import optax
-
-    loss = lambda w, mb: jnp.mean(mb["tokens"] * w)
-    one = {"tokens": np.zeros((4, 16), np.int32), "id": np.zeros(4, np.int32)}
-    cut = Pipeline.from_function(loss, np.ones((), np.float32), one, ipus=1, gradient_accumulation=1)
-    return make_train_step(cut, optax.sgd(0.1), TrainOptions())
-
-
 @pytest.mark.slow
 def test_two_processes_train_with_the_same_buckets_as_one():
     alone = across_feeds.feed_in_buckets(4)
@@ -231,12 +220,6 @@ DIM = "give the dim of the length"
         lambda: next(feed_of([{"x": np.zeros((1, 2))}, {"x": np.zeros((3, 1))}], micro_batch=2, fill=0)),
         "example 1 has float64 (3, 1) at example['x']",
         "give all alike",
-    ),
-    (
-        lambda: feed_of(mesh=None, step=cut_step()),
-        "buckets=(4, 8, 16)",
-        "cut from a function for micro-batches of one shape",
-        "make the pipeline of stages",
     ),
 )
 def test_what_no_bucket_holds_is_refused(call, holds):
