@@ -213,7 +213,7 @@ class FunctionModel:
         key = next((key for key in inputs.keys if key is not None), None)
         if key is None and self.key is not None:
             key = jax.random.key(0)  # no stage takes one: the results do not depend on it
-        loss, aux, new_state = self.call(params, state, inputs.microbatch, key)
+        loss, aux, new_state = self.call(params, None if self.state is None else state, inputs.microbatch, key)
         return Message(loss), state if new_state is None else new_state, self.of_stages(aux)
 
 

@@ -246,6 +246,44 @@ def test_a_state_stays_where_it_is():
     assert found["rows"] == expected["rows"] == M * 5
 
 
+def test_an_aux_comes_from_the_stage_that_computes_it_at_this_size():
+    """What no weight is in moves to the first stage where rows are long, and is all of the work."""
+
+    def loss(params, x):
+        x, aux = jnp.tanh(x @ params["first"]), []
+        for k in range(6 + (x.shape[1] > 8)):
+            x = x + jax.nn.softmax(x @ x.swapaxes(1, 2) / (1 + k)) @ x / 9
+            aux.append(x[0, 0, :2])
+        return jnp.mean((x @ params["last"]) ** 2), aux
+
+    params = {"first": normal((40 * D, D)) / 9, "last": normal((D, D))}
+    one = normal((1, 2, 40 * D))
+    pipeline = Pipeline.from_function(loss, params, one, ipus=2, gradient_accumulation=M)
+    placed, long = pipeline.shard(params), normal((M, 1, 128, 40 * D))
+    homes = [function_of(pipeline, batch).aux_home for batch in (one[None], long)]
+    assert homes[0][:6] != homes[1][:6]
+    for found in (pipeline.loss(placed, long), pipeline.value_and_grad(placed, long)[0]):
+        for m in range(M):
+            value, aux = loss(params, long[m])
+            for leaf, wanted in zip(found[1], aux, strict=True):
+                assert largest_relative_error(leaf[m], wanted) < 1e-6
+
+
+def test_operations_that_are_alike_can_read_other_weights():
+    """Two towers, of which the one that the second stage holds is computed first if there are many rows."""
+
+    def loss(params, x):
+        towers = [params["a"], params["b"]][:: 1 if len(x) < 5 else -1]
+        ends = [jnp.tanh(jnp.tanh(x @ w) @ w) for w in towers]
+        return jnp.mean((ends[0] + ends[1]) ** 2)
+
+    params, rows = {"a": normal((D, D)), "b": normal((D, D), seed=1)}, normal((M, 6, D), seed=2)
+    pipeline = Pipeline.from_function(loss, params, rows[0, :4], ipus=2, gradient_accumulation=M)
+    expected, of_loss = jax.value_and_grad(lambda p: jnp.mean(jax.vmap(lambda x: loss(p, x))(rows)))(params)
+    found, gradients = pipeline.value_and_grad(pipeline.shard(params), rows)
+    assert largest_relative_error((found, pipeline.unshard(gradients)), (expected, of_loss)) < 1e-6
+
+
 def in_another_order(params, ids):
     """Run the layers backwards if rows are long."""
     layers = params["layers"][:: 1 if ids.shape[1] < 10 else -1]
