@@ -188,7 +188,8 @@ class Pipeline(Placing, Foreseen, WithForward, Shown):
                 `(loss, new_state)`, or `(loss, aux, new_state)`: micro-batches replace it one after the other. The key
                 of micro-batch m of replica r is `fold_in(fold_in(key, r), m)`.
             params: the weights or their shapes, any pytree of arrays.
-            micro_batch: one micro-batch or its shapes, any pytree of arrays, without the leading M.
+            micro_batch: one micro-batch or its shapes, any pytree of arrays, without the leading M. A call can have
+                micro-batches of another size: the function is cut for each once, and the weights stay where they are.
             others: nothing: several arrays are one micro-batch, such as a tuple.
             ipus: the number of IPUs of a replica.
             state: the state or its shapes, such as batch norm's statistics. `shard_state` places it.

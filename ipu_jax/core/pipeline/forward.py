@@ -68,6 +68,7 @@ class Forward(Shown):
         Args:
             params: the weights on the IPUs: from the pipeline's `shard`, a training state's `params`, or a checkpoint.
             inputs: leaves (m, micro-batch, ...), for any m, or (replicas, m, micro-batch, ...) on several replicas.
+                Micro-batches can have another size than `inputs`: the function is cut for each once.
             state: the function's own state, from `shard_state` or an earlier call, whose buffers are reused.
                 Micro-batches replace it one after the other. Without a state of its own: the pipeline's state, such as
                 a training state's `stages`, which is only read.
@@ -83,14 +84,10 @@ class Forward(Shown):
         given = StepArgs(params, inputs, state, key)
         self.check(given)
         outputs, new_state = self._programs.predict(given, reuses_state=self.has_state)
-        outputs = jax.tree.map(with_keys, outputs, self.cut_for(inputs).outputs)
-        return (outputs, new_state) if self.has_state else outputs
-
-    def cut_for(self, inputs: Batch) -> FunctionModel:
-        """Return the function as it was cut for these inputs."""
         function = self.placement.of_batch(inputs).function
         assert function is not None, "it was cut"
-        return function
+        outputs = jax.tree.map(with_keys, outputs, function.outputs)
+        return (outputs, new_state) if self.has_state else outputs
 
     def check(self, given: StepArgs) -> None:
         """Raise the `ValueError` that a call raises for these arguments."""

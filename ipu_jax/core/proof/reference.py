@@ -108,7 +108,9 @@ def reference_predict(
 
 def unsharded_forward(forward: Forward, given: StepArgs, compiled: Compiled = jax.jit) -> tuple[Tree, Tree]:
     """Return the outputs and the new state of a forward pass, computed by the function itself on whole arguments."""
-    return _predicted(forward, forward.cut_for(given.batch).unsharded, given, compiled)
+    function = forward.placement.of_batch(given.batch).function
+    assert function is not None, "it was cut"
+    return _predicted(forward, function.unsharded, given, compiled)
 
 
 def _predicted(runs: Any, model: Function, given: StepArgs, compiled: Compiled = jax.jit) -> tuple[Tree, Tree]:

@@ -115,7 +115,7 @@ class Evaluation:
                 self._feed = make(gradient_accumulation=min(m, most))
             if rest := examples % self._size:  # whether it can be cut for it
                 of_rest = lambda leaf: leaf.update(shape=(*leaf.shape[:at], rest, *leaf.shape[at + 1 :]))
-                forward.cut_for(jax.tree.map(of_rest, like))
+                forward.placement.of_batch(jax.tree.map(of_rest, like))
 
     @jax.transfer_guard("allow")  # the caller asks for this transfer
     def __call__(self, state: TrainState) -> dict[str, float]:

@@ -264,7 +264,7 @@ def test_an_aux_comes_from_the_stage_that_computes_it_at_this_size():
     assert homes[0][:6] != homes[1][:6]
     for found in (pipeline.loss(placed, long), pipeline.value_and_grad(placed, long)[0]):
         for m in range(M):
-            value, aux = loss(params, long[m])
+            _, aux = loss(params, long[m])
             for leaf, wanted in zip(found[1], aux, strict=True):
                 assert largest_relative_error(leaf[m], wanted) < 1e-6
 
