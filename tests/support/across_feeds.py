@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from ipu_jax import Feed, TrainOptions, configure, make_mesh, make_train_step
+from ipu_jax import Feed, Pipeline, TrainOptions, configure, make_mesh, make_train_step
 from support.across import MICRO_BATCHES, model_of, named, refusal, trained
 from support.programs import Results
 
@@ -82,15 +82,23 @@ def feed_trains(replicas: int, ipus: int) -> Results:
     return named("whole", step.whole(state))
 
 
-def feed_in_buckets(replicas: int) -> Results:
-    """Return the losses of an epoch of examples of unlike lengths, and the length of each batch."""
+def feed_in_buckets(replicas: int, ipus: int) -> Results:
+    """Return the losses of an epoch of examples of unlike lengths, and the length of each batch.
+
+    On several IPUs, the loss function is cut, for another length.
+    """
 
     def loss(w: Any, mb: Any) -> Any:
         counts = mb["n"] > 0
-        return (w * mb["n"] * counts).sum(), counts.sum()
+        return (w["b"] * jax.numpy.tanh(w["a"] * mb["n"] / 9) * counts).sum(), counts.sum()
 
-    step = make_train_step(loss, optax.sgd(0.001), TrainOptions(replication_factor=replicas, weighted=True))
-    state, losses, sizes = step.init(np.float32(1)), list[float](), list[int]()
+    weights, model = {"a": np.float32(1), "b": np.float32(1)}, loss
+    if ipus > 1:
+        options: Any = {"ipus": ipus, "replicas": replicas, "gradient_accumulation": 1}
+        model = Pipeline.from_function(loss, weights, {"n": np.ones((3, 5), int)}, **options)
+    options = TrainOptions(replication_factor=replicas, weighted=True)
+    step = make_train_step(model, optax.sgd(0.001), options)
+    state, losses, sizes = step.init(weights), list[float](), list[int]()
     examples = [{"n": np.full(k * 7 % 16 + 1, k + 1)} for k in range(61)]
     with Feed(examples, items="examples", step=step, micro_batch=3, buckets=(4, 8, 16), seed=4, epochs=1) as feed:
         for batch in feed:

@@ -170,10 +170,11 @@ def test_a_stream_is_padded_in_its_own_order(items):
 
 
 @pytest.mark.slow
-def test_two_processes_train_with_the_same_buckets_as_one():
-    alone = across_feeds.feed_in_buckets(4)
+@pytest.mark.parametrize(("replicas", "ipus"), [(4, 1), (2, 2)])
+def test_two_processes_train_with_the_same_buckets_as_one(replicas, ipus):
+    alone = across_feeds.feed_in_buckets(replicas, ipus)
     assert {*alone["sizes"]} == {4, 8, 16}
-    for found in run_instances(across_feeds.feed_in_buckets, [2, 2], replicas=4):
+    for found in run_instances(across_feeds.feed_in_buckets, [2, 2], replicas=replicas, ipus=ipus):
         assert found["sizes"].tolist() == alone["sizes"].tolist()
         np.testing.assert_allclose(found["losses"], alone["losses"], rtol=1e-5)
 
