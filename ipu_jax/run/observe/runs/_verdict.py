@@ -73,18 +73,17 @@ class LossMean(NamedTuple):
 
 def loss_means(digest: Digest) -> tuple[LossMean, LossMean] | None:
     """Return the means of the first and of the last tenth of the losses; None if there are fewer than two losses."""
-    points = digest.curves[LOSS].points()
+    points = digest.curves[LOSS].means()
     if len(points) < 2:
         return None
     size = max(1, len(points) // 10)
-    ends = points[:size], points[-size:]
-    values = [[value for _, value in end] for end in ends]
-    errors = (statistics.stdev(each) / math.sqrt(size) if size > 1 else 0.0 for each in values)
-    begun, ended = (
-        LossMean(end[0][0], end[-1][0], size, statistics.fmean(each), error)
-        for end, each, error in zip(ends, values, errors, strict=True)
-    )
-    return begun, ended
+    return _mean_of(points[:size]), _mean_of(points[-size:])
+
+
+def _mean_of(points: Sequence[tuple[int, float, int]]) -> LossMean:
+    updates, values, counts = zip(*points, strict=True)
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return LossMean(updates[0], updates[-1], sum(counts), statistics.fmean(values, counts), error)
 
 
 def _learning(digest: Digest) -> Iterator[tuple[Level, str]]:

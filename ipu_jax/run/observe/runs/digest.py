@@ -71,7 +71,11 @@ class Curve:
 
     def points(self) -> list[tuple[int, float]]:
         """Return updates and values, in the order of the updates."""
-        return sorted(mean[:2] for mean in self._means.values())
+        return [mean[:2] for mean in self.means()]
+
+    def means(self) -> list[tuple[int, float, int]]:
+        """Return updates, values, and of how many values each is the mean, in the order of the updates."""
+        return sorted(self._means.values())
 
     def _put(self, updates: int, value: float, count: int) -> None:
         key = updates // self._size

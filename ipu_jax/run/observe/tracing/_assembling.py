@@ -103,13 +103,14 @@ def measured(run: DeviceRun, first: Coordinates, plan: PlanNames) -> tuple[list[
 def _ended(loops: list[Event], events: list[Event]) -> list[Event]:
     """Return the loops of a step with corrected ends: a loop ends before the next loop starts, which waits for it.
 
-    The operations after the scan wait for its last loop.
+    What starts after the scan and after all operations of its last loop waits for that loop, too.
     """
     if not loops:
         return []
-    following = [loop.start for loop in loops[1:]]
-    outside = [e.start for e in events if e.operation.role in ("update", "outside") and e.start > loops[-1].start]
-    following.append(min(outside, default=loops[-1].end))
+    last = loops[-1]
+    begun = max(e.start for e in events if e.start >= last.start and e.operation.guard == last.operation.guard)
+    outside = [e.start for e in events if e.operation.role in ("update", "outside") and e.start > begun]
+    following = [*(loop.start for loop in loops[1:]), min([last.end, *outside])]
     ends = [min(loop.end, limit) for loop, limit in zip(loops, following, strict=True)]
     return [dataclasses.replace(loop, end=end) for loop, end in zip(loops, ends, strict=True)]
 

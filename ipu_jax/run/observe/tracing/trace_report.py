@@ -10,9 +10,12 @@ The bubble is the share of the time, from a replica's first task to its last one
 """
 
 import dataclasses
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from ipu_jax.base.showing import Shown, Table, counted
 from ipu_jax.core.analysis.balance import balance_layers
@@ -21,6 +24,7 @@ from ipu_jax.run.observe.tracing.timeline import TASKS, WAITING, Kind, Slice, Ti
 
 Costs = dict[tuple[tuple[int, ...], Kind], float]
 
+_ALL = *WAITING, *TASKS, "update"
 _WORTH_MOVING = 0.02  # a smaller gain is within the run-to-run variation of measured costs
 
 
@@ -128,13 +132,22 @@ def _times_of_ipu(timeline: Timeline, replica: int, ipu: int, span: float, bubbl
     """Return the report of an IPU, whose replica's steps have tasks for `span` seconds."""
     mine = timeline.of_ipu(replica, ipu)
     steps = [step for step in timeline.steps if (step.replica, step.ipu) == (replica, ipu)]
-    busy = sum(net for _, net in net_seconds(mine, *TASKS))
-    update = sum(net for _, net in net_seconds(mine, "update"))
-    waiting = sum(one.seconds for one in mine if one.kind in WAITING)
+    # collectives lie in tasks and in the update, and may overlap
+    seconds = [_covered(one for one in mine if one.kind in kinds) for kinds in (WAITING, (*WAITING, *TASKS), _ALL)]
     whole, count = sum(step.end - step.start for step in steps), len(steps)
-    per_step = (each / count for each in (busy, waiting, update, whole - busy - waiting - update, whole))
+    waiting, busy, update, other = np.diff([0.0, *seconds, whole]).tolist()
+    per_step = (each / count for each in (busy, waiting, update, other, whole))
     bubbles = {"bubble_planned": bubble_planned, "bubble_measured": 1 - busy / span if span else 0.0}
     return IpuTimes(replica, ipu, steps[0].instance, *per_step, **bubbles)
+
+
+def _covered(slices: Iterable[Slice]) -> float:
+    """Return for how many seconds at least one of the slices of an IPU lasts."""
+    total, until = 0.0, -math.inf
+    for one in sorted(slices, key=lambda one: one.start):
+        total += max(0.0, one.end - max(one.start, until))
+        until = max(until, one.end)
+    return total
 
 
 def net_seconds(slices: Iterable[Slice], *kinds: str) -> list[tuple[Slice, float]]:

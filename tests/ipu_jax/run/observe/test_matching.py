@@ -39,7 +39,7 @@ def run_on_ipu_0(*, task_in_tick=0, late=0.0, without=None, plan=PLAN):
     events = [Event(Operation("scan", plan=plan), 100, 1000 + late)]
     at = 100.0
     for tick in range(4):
-        for guard, rows in PLAN.microbatches.items():
+        for guard, rows in plan.microbatches.items():
             is_active = rows[tick, 0] >= 0
             if guard == F:
                 is_active = tick == task_in_tick
@@ -149,6 +149,25 @@ def test_a_report_counts_what_the_timeline_has():
     assert (report.stage_seconds, report.slowest) == ((4, 2), (0,))
     times = "4000.00 ms  4000.00 ms  1000.00 ms  1500.00 ms  10500.00 ms"
     assert str(report).splitlines()[2].strip() == f"0    0  {times}           33.3%     50.0%"
+
+
+def test_what_overlaps_counts_once():
+    whole = timeline_by_hand()
+    beside = Slice(0, 0, 0, 0, "collective", "all-gather", 7.5, 8.5), Slice(0, 0, 0, 0, "update", "update", 8.75, 10)
+    first, _ = make_report(dataclasses.replace(whole, slices=(*whole.slices, *beside))).ipus
+    assert (first.busy, first.waiting, first.update, first.other) == (3.5, 4.5, 1, 1.5)
+
+
+def test_what_starts_beside_the_last_loop_does_not_end_it():
+    rows = {guard: rows for guard, rows in PLAN.microbatches.items() if guard != B} | {B: PLAN.microbatches[B]}
+    plan = dataclasses.replace(PLAN, microbatches=rows)
+    run = run_on_ipu_0(plan=plan)
+    last = max((event for event in run.events if event.operation.role == "guard"), key=lambda event: event.start)
+    assert (last.operation.guard, last.end - last.start) == (B, 50)
+    beside = Event(Operation("outside", "copy"), last.start + 0.25, last.start + 20)
+    events = sorted([*run.events, beside], key=lambda event: event.start)
+    found = measured(dataclasses.replace(run, events=events), Coordinates(0, 0, 0), plan)
+    assert found == measured(run, Coordinates(0, 0, 0), plan)
 
 
 def test_a_loop_that_is_one_kernel_is_a_task_where_the_plan_says_so():

@@ -3,7 +3,7 @@
 import pytest
 
 from ipu_jax.core.schedules import make_schedule
-from ipu_jax.run.observe.runs._verdict import advice_on, bubbles, verdict_of
+from ipu_jax.run.observe.runs._verdict import advice_on, bubbles, loss_means, verdict_of
 from ipu_jax.run.observe.runs.digest import Digest
 from ipu_jax.run.observe.tracing._assembling import planned
 from ipu_jax.run.observe.tracing.timeline import Kind, Slice, Step, Timeline
@@ -24,6 +24,14 @@ def measured(accuracy, **notes):
     """Return the log of a run that should reach 96%."""
     start, *others = log(FALLING, {"event": "evaluated", "updates": 40, "accuracy": accuracy}, END)
     return [start | {"expected": {"accuracy": 0.96, "F1": "high"}} | notes, *others]
+
+
+def test_of_very_many_losses_each_counts_in_the_means():
+    """A digest holds means of four of them."""
+    means = loss_means(Digest(log([4.0 - k / 10_000 for k in range(40_000)])))
+    assert means is not None
+    assert [mean.size for mean in means] == [3_999, 3_997]  # a thousand means each
+    assert means[0].value == pytest.approx(4.0 - 0.1999, rel=1e-9)
 
 
 @pytest.mark.parametrize(
