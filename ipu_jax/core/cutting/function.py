@@ -163,9 +163,10 @@ class FunctionModel:
             with facts.during("cutting a function for other sizes"):
                 return self.resized(microbatch, self)
         except Exception as error:
-            old, new = map(_sizes, (self.microbatch, microbatch))
+            old, new, kind = _sizes(self.microbatch), _sizes(microbatch), type(error).__name__
             raise ValueError(
-                f"the function was cut for micro-batches of {old}, and raises {type(error).__name__} for {new}: {error}"
+                f"the function was cut for micro-batches of {old}, and raises {kind} for {new}: {error}; give sizes "
+                "that it takes"
             ) from error
 
     def check(self, batch: Batch, leading: int, key: Key) -> None:

@@ -307,7 +307,7 @@ LAST = {"last": np.zeros(8, np.int32)}
         "was cut for micro-batches of [2, 8], and raises ValueError for [2, 12]",
         "read weights in the order of the loss function",
     ),
-    (lambda: run(cut(), batch_of(M, 2, 20)), "raises ValueError for [2, 20]", "Incompatible shapes"),
+    (lambda: run(cut(), batch_of(M, 2, 20)), "raises ValueError for [2, 20]", "Incompatible shapes", "; give sizes"),
     (lambda: run(cut(), batch_of(M, 16)), "int32[16]", "cut for int32[2, 8]", "this number of dims, of any sizes"),
     (lambda: run(cut(), batch_of(M, 2, 8) * 1.0), "float64[2, 8]", "cut for int32[2, 8]", "this dtype"),
     (
