@@ -256,7 +256,7 @@ def model_of(source: Source, like: FunctionModel | None = None) -> FunctionModel
         like.stages, like.weights, like.state, ipus=source.ipus, replaces_state=state is not None
     )
     if source.head == "concurrent":
-        trace = with_concurrent_head(trace, source.ipus, source.mesh, holders and holders.split(trace))
+        trace = with_concurrent_head(trace, source.ipus, source.mesh, (holders and holders.split(trace)) or None)
     shaped = dataclasses.replace(source, params=params, state=state, microbatch=microbatch)
     if like is None or holders is None:
         cut, line = _best_cut(trace, work_of(trace), shaped)

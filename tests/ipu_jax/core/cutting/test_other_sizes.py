@@ -13,6 +13,7 @@ import pytest
 
 from ipu_jax import Pipeline, verify
 from ipu_jax.core.cutting import function
+from ipu_jax.core.cutting.everywhere import is_everywhere
 from ipu_jax.core.cutting.function import FunctionModel
 from ipu_jax.core.cutting.holders import cut_along
 from support.against_plain import bubbles_hold_nan  # noqa: F401 (a fixture)
@@ -182,6 +183,20 @@ def function_of(pipeline: Pipeline, batch: Any) -> FunctionModel:
     found = pipeline.placement.of_batch(batch).function
     assert found is not None
     return found
+
+
+def test_a_head_is_on_all_ipus_for_each_size_though_something_else_needs_its_table_whole():
+    def loss(params, ids):
+        x = params["table"][ids] @ (params["table"].T @ params["table"])
+        x = jnp.tanh(x @ params["layers"][0]["up"]) @ params["layers"][0]["down"]
+        return -jnp.take_along_axis(jax.nn.log_softmax(x @ params["table"].T), ids[..., None], -1).mean()
+
+    pipeline = cut(fn=loss, head="concurrent")
+    for ids in (batch_of(M, 2, 8), batch_of(M, 3, 5)):
+        found = function_of(pipeline, ids)
+        assert not any(leaf.split is not None for leaf in found.weights.leaves)
+        of_all = [any(map(is_everywhere, of_stage)) for of_stage in found.cut.of_stages]
+        assert of_all == [ipu is None for ipu in found.cut.ipus] == [True, False, False, True]
 
 
 def test_like_operations_are_cut_at_the_same_places_though_others_are_more_even():
