@@ -170,7 +170,7 @@ def _time(timeline: Timeline, report: TraceReport) -> str:
     for one in report.ipus:
         steps = sum((step.replica, step.ipu) == (one.replica, one.ipu) for step in timeline.steps)
         parts: dict[str, float] = defaultdict(float)
-        for task, net in net_seconds(timeline.of_ipu(one.replica, one.ipu), *TASKS):
+        for task, net in net_seconds(timeline.of_ipu(one.replica, one.ipu)):
             parts[_kind(timeline.schedule, task)] += net / steps
         parts |= {"waiting": one.waiting, "update": one.update, "other": one.other}
         bar = "".join(

@@ -31,7 +31,7 @@ from ipu_jax.base.annotations import Json
 from ipu_jax.base.opening import replacing
 from ipu_jax.core.schedules import Schedule
 from ipu_jax.run.observe.tracing._assembling import task_name
-from ipu_jax.run.observe.tracing.timeline import TASKS, WAITING, Slice, Timeline
+from ipu_jax.run.observe.tracing.timeline import WAITING, Slice, Timeline
 from ipu_jax.run.observe.tracing.trace_report import net_seconds
 
 
@@ -92,7 +92,7 @@ def _slices(
     process: int, thread: int, slices: list[Slice], timeline: Timeline, senders: _Senders
 ) -> list[dict[str, Json]]:
     events: list[dict[str, Json]] = []
-    busy = {id(task): seconds for task, seconds in net_seconds(slices, *TASKS)}
+    busy = {id(task): seconds for task, seconds in net_seconds(slices)}
     around: list[tuple[int, Slice]] = []  # the slices in which the next one can lie, with their ends
     for one in sorted(slices, key=lambda one: (one.start, -one.end)):
         start, end = round(1e9 * one.start), round(1e9 * one.end)

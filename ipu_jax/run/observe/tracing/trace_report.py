@@ -9,6 +9,7 @@ other time: the bookkeeping between tasks, and the work before and after the sca
 The bubble is the share of the time, from a replica's first task to its last one, in which the IPU ran no task.
 """
 
+import bisect
 import dataclasses
 import math
 import statistics
@@ -24,7 +25,6 @@ from ipu_jax.run.observe.tracing.timeline import TASKS, WAITING, Kind, Slice, Ti
 
 Costs = dict[tuple[tuple[int, ...], Kind], float]
 
-_ALL = *WAITING, *TASKS, "update"
 _WORTH_MOVING = 0.02  # a smaller gain is within the run-to-run variation of measured costs
 
 
@@ -133,9 +133,9 @@ def _times_of_ipu(timeline: Timeline, replica: int, ipu: int, span: float, bubbl
     mine = timeline.of_ipu(replica, ipu)
     steps = [step for step in timeline.steps if (step.replica, step.ipu) == (replica, ipu)]
     # collectives lie in tasks and in the update, and may overlap
-    seconds = [_covered(one for one in mine if one.kind in kinds) for kinds in (WAITING, (*WAITING, *TASKS), _ALL)]
+    seconds = [_covered(one for one in mine if one.kind in kinds) for kinds in (WAITING, (*WAITING, *TASKS))]
     whole, count = sum(step.end - step.start for step in steps), len(steps)
-    waiting, busy, update, other = np.diff([0.0, *seconds, whole]).tolist()
+    waiting, busy, update, other = np.diff([0.0, *seconds, _covered(mine), whole]).tolist()
     per_step = (each / count for each in (busy, waiting, update, other, whole))
     bubbles = {"bubble_planned": bubble_planned, "bubble_measured": 1 - busy / span if span else 0.0}
     return IpuTimes(replica, ipu, steps[0].instance, *per_step, **bubbles)
@@ -150,19 +150,14 @@ def _covered(slices: Iterable[Slice]) -> float:
     return total
 
 
-def net_seconds(slices: Iterable[Slice], *kinds: str) -> list[tuple[Slice, float]]:
-    """Return the slices of one IPU of these kinds, each with its seconds except the waiting in collectives."""
+def net_seconds(slices: Iterable[Slice]) -> list[tuple[Slice, float]]:
+    """Return the tasks of one IPU, each with its seconds except the waiting in collectives."""
     in_order = sorted(slices, key=lambda one: one.start)
     waits = [one for one in in_order if one.kind == "collective"]
-    found, k = list[tuple[Slice, float]](), 0
-    for task in (one for one in in_order if one.kind in kinds):
-        while k < len(waits) and waits[k].start < task.start:
-            k += 1
-        inside, j = 0.0, k
-        while j < len(waits) and waits[j].start < task.end:
-            inside += min(waits[j].end, task.end) - waits[j].start
-            j += 1
-        found.append((task, task.seconds - inside))
+    starts, found = [wait.start for wait in waits], list[tuple[Slice, float]]()
+    for task in (one for one in in_order if one.kind in TASKS):
+        inside = waits[bisect.bisect_left(starts, task.start) : bisect.bisect_left(starts, task.end)]
+        found.append((task, _covered([task, *inside]) - _covered(inside)))
     return found
 
 
@@ -173,7 +168,7 @@ def median_costs(slices: Iterable[Slice]) -> Costs:
         of_ipu[one.replica, one.ipu].append(one)
     seconds: dict[tuple[tuple[int, ...], Kind], list[float]] = defaultdict(list)
     for mine in of_ipu.values():
-        for task, net in net_seconds(mine, *TASKS):
+        for task, net in net_seconds(mine):
             seconds[task.stages, task.kind].append(net)
     return {key: statistics.median(values) for key, values in seconds.items()}
 

@@ -118,7 +118,7 @@ def cut(loss: Any, ipus: int, schedule: str, *, replicas: int = 1, **options: An
     return pipeline, params, [batch, *others]
 
 
-@pytest.mark.fast("scanned-2-zb-h1", "tied-2-zbv", "with_dropout_and_state-2-1f1b")
+@pytest.mark.fast("scanned-2-zb-h1")
 @pytest.mark.parametrize(("ipus", "schedule"), [(2, "zb-h1"), (2, "1f1b"), (2, "zbv"), (4, "1f1b"), (1, "sequential")])
 @pytest.mark.parametrize("loss", READ)
 def test_a_cut_function_has_the_bits_of_its_stages(loss, ipus, schedule):
