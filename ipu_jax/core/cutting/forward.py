@@ -86,6 +86,6 @@ def forward_of(
         cut=cut,
         source=source,
         outputs=results[0],
-        resized=lambda other, like: forward_of(model, fn, other, state, None if own is None else like.state),
+        resized=lambda other, like: forward_of(model, fn, other, own, None if own is None else like.state),
         describe=lambda: described(division, cut, stages, held),
     )

@@ -104,7 +104,7 @@ class FunctionModel:
         key: the shape of its random key, or None.
         trace: what was cut.
         cut: where it was cut.
-        source: what it was cut from.
+        source: what it was cut from, in shapes.
         outputs: the shapes of what the function returns; of a loss function, its loss.
         resized: cuts the function for other micro-batches, along the stages of another `FunctionModel`.
         describe: returns why, as lines and a table.
@@ -283,9 +283,9 @@ def model_of(source: Source, like: FunctionModel | None = None) -> FunctionModel
         key=key,
         trace=trace,
         cut=cut,
-        source=source,
+        source=shaped,
         outputs=results[0],
-        resized=lambda other, like: model_of(dataclasses.replace(source, microbatch=other), like),
+        resized=lambda other, like: model_of(dataclasses.replace(shaped, microbatch=other), like),
         describe=lambda: [*described(division, cut, stages, held, *paths), *line],
     )
 

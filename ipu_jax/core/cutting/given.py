@@ -52,7 +52,8 @@ def shapes(what: str, tree: Tree, *, weak: bool = False) -> Tree:
         if isinstance(leaf, _NUMBERS):
             return jax.ShapeDtypeStruct((), jnp.result_type(leaf), weak_type=weak)
         check_array(f"{what}{jax.tree_util.keystr(path)}", leaf)
-        return jax.ShapeDtypeStruct(jnp.shape(leaf), held_dtype(leaf))
+        was_number = weak and isinstance(leaf, jax.ShapeDtypeStruct) and leaf.weak_type
+        return jax.ShapeDtypeStruct(jnp.shape(leaf), held_dtype(leaf), weak_type=was_number)
 
     return jax.tree.map_with_path(shape_of, tree)
 

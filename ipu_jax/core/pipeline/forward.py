@@ -18,6 +18,7 @@ from ipu_jax.base.keys import with_keys
 from ipu_jax.base.showing import Shown, Table, counted
 from ipu_jax.core.cutting.forward import forward_of
 from ipu_jax.core.cutting.function import FunctionModel
+from ipu_jax.core.cutting.given import shapes
 from ipu_jax.core.layout.layout import PackedLayout
 from ipu_jax.core.layout.packing import Sharded
 from ipu_jax.core.pipeline._programs import Programs
@@ -49,7 +50,7 @@ class Forward(Shown):
         if isinstance(state, Forward):
             placed, state = _placed(state, pipeline), state._state
         function = forward_of(pipeline.function, fn, inputs, state, placed)
-        self._state, self.outputs = state, function.outputs
+        self.outputs, self._state = function.outputs, None if state is None else shapes("state", state)
         self._pipeline = pipeline.replace(stages=function)
         self.placement: PlacedStages = self._pipeline.placement
         self._programs = Programs(self.placement)

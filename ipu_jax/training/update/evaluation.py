@@ -100,12 +100,8 @@ class Evaluation:
         make = functools.partial(make, shuffle=False, remainder="pad")
         self._feed = make(gradient_accumulation=m)
         self._feed.check_epoch(1)
-        examples, replicas, like, function = (
-            self._feed.examples,
-            forward.replicas,
-            self._feed.like,
-            forward.placement.function,
-        )
+        examples, replicas = self._feed.examples, forward.replicas
+        like, function = self._feed.like, forward.placement.function
         assert function is not None, "it was cut"
         at = 1 + given_dims(replicas)
         function.check(like, at, key)

@@ -1,8 +1,10 @@
 """Test what `from_function` takes: trees of any order, odd leaves, modules; and that the lines of refusals work."""
 
 import collections
+import gc
 import re
 import textwrap
+import weakref
 from typing import Any
 
 import equinox as eqx
@@ -174,8 +176,25 @@ def test_a_python_float_is_of_a_weak_type_as_under_jax_grad():
         types.append((params["gain"] * mb["x"]).dtype)
         return loss(params, mb) * params["gain"]
 
-    cut(scaled, {**half[0], "gain": 0.7}, half[1])
+    pipeline = cut(scaled, {**half[0], "gain": 0.7}, half[1])
+    pipeline.placement.of_batch(jax.tree.map(lambda leaf: jnp.stack([leaf[:2]] * M), half[1]))
     assert set(types) == {jnp.dtype(jnp.bfloat16)}
+    assert len(types) > 1
+
+
+def test_a_pipeline_keeps_no_array_of_what_was_cut():
+    """On chips, the first IPU would hold a copy of all weights."""
+    given = jax.tree.map(jnp.array, {"params": PARAMS, "one": ONE, "state": jnp.zeros(D), "cache": jnp.ones(D)})
+    alive = [weakref.ref(leaf) for leaf in jax.tree.leaves(given)]
+    pipeline = cut(lambda p, s, mb: (loss(p, mb), s + mb["x"][0]), given["params"], given["one"], state=given["state"])
+    forward = pipeline.forward(lambda p, c, x: (x @ p["a"] + c, c + 1), given["one"]["x"], state=given["cache"])
+    given.clear()
+    gc.collect()
+    assert not any(leaf() is not None for leaf in alive)
+    params = pipeline.shard(PARAMS)
+    for rows in (ROWS, ROWS + 1):
+        outputs, _ = forward(params, np.ones((1, rows, D), np.float32), forward.shard_state(jnp.ones(D)))
+        assert_close(outputs[0], np.ones((rows, D)) @ PARAMS["a"] + 1)
 
 
 @pytest.mark.fast("scan-0", "rows-0")
