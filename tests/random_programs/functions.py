@@ -1,19 +1,23 @@
 """Test that a loss function stays the same when it is cut into stages: random functions (`sources.py`).
 
 The stages run one after the other in plain jax on one device, and loss, gradients, aux and new state must be the same
-as from the function itself. Now and then a pipeline of two IPUs runs it as well.
+as from the function itself. Now and then a pipeline of two IPUs runs it as well, and stages that hold what these hold
+run micro-batches of more rows: cut at the same places, or along the weights.
 
 The stages' equations are tested, not what XLA makes of them. So programs are compiled without optimisation.
 """
 
 from importlib.metadata import version
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 
 from ipu_jax import Pipeline
+from ipu_jax.core.cutting import function
 from ipu_jax.core.cutting.function import FunctionModel
+from ipu_jax.core.cutting.holders import cut_alike, cut_along
 from random_programs.dice import Dice
 from random_programs.pipelines import bubbles_of_nan
 from random_programs.sources import SCOPE, Source
@@ -41,6 +45,7 @@ class Case:
         self.stages = dice.shuffled(range(1, 7))[: dice.weighted({1: 2, 2: 1})]
         self.schedule = dice.one_of(("grouped", "1f1b", "zb-h1", "sequential")) if dice.chance(0.1) else ""
         self.key = jax.random.key(dice.number()) if "key" in self.source.args else None
+        self.of_more_rows = dice.one_of((cut_alike, cut_along)) if dice.chance(0.3) else None
 
     def __str__(self) -> str:
         source, shape_of = self.source, lambda leaf: f"{np.shape(leaf)}"
@@ -54,19 +59,31 @@ class Case:
         source, scope = self.source, dict(SCOPE)
         exec("\n".join(source.lines), scope)
         self.loss: Any = scope["loss"]
-        given = (source.params, source.state, source.batch, self.key)
         differentiated = jax.value_and_grad(self._whole, has_aux=True)
         self.exact = jax.jit(differentiated, compiler_options=FAST)
-        exact = self.exact(*given)
         for stages in self.stages:
             model = self._cut(stages)
-            run = jax.value_and_grad(composed(model), has_aux=True)
-            (loss, (aux, state)), gradients = jax.jit(run, compiler_options=FAST)(*given)
-            of_groups = {} if model.state is None else model.state.split(exact[0][1][1])  # each copy of a leaf
-            expected = ((exact[0][0], (exact[0][1][0], of_groups)), exact[1])
-            self._compare(f"{len(model.stages)} stages: ", ((loss, (aux, state)), gradients), expected)
+            self._check_stages(model, source.batch)
+            if self.of_more_rows is not None:
+                batch = jax.tree.map(_with_more_rows, source.batch)
+                self._check_stages(self._resized(model, batch), batch)
         if self.schedule:
             self._check_pipeline()
+
+    def _check_stages(self, model: FunctionModel, batch: Any) -> None:
+        given = (self.source.params, self.source.state, batch, self.key)
+        exact = self.exact(*given)
+        run = jax.value_and_grad(composed(model), has_aux=True)
+        (loss, (aux, state)), gradients = jax.jit(run, compiler_options=FAST)(*given)
+        of_groups = {} if model.state is None else model.state.split(exact[0][1][1])  # each copy of a leaf
+        expected = ((exact[0][0], (exact[0][1][0], of_groups)), exact[1])
+        self._compare(f"{len(model.stages)} stages: ", ((loss, (aux, state)), gradients), expected)
+
+    def _resized(self, model: FunctionModel, batch: Any) -> FunctionModel:
+        """Return stages that hold what these hold for another micro-batch."""
+        along = lambda trace, holders, like, cut, state: cut_along(trace, holders, state)
+        with mock.patch.object(function, "cut_alike", cut_alike if self.of_more_rows is cut_alike else along):
+            return model.of_microbatch(batch, 0)
 
     def _whole(self, params: Any, state: Any, batch: Any, key: Any) -> Any:
         """Return `(loss, (aux, new state))` of the function itself."""
@@ -139,6 +156,12 @@ def assert_near(what: str, found: Any, expected: Any, coarse: set[str]) -> None:
         if not off <= (COARSE if jax.tree_util.keystr(path[:1], simple=True) in coarse else EXACT) * scale:
             wrong.append(f"{name} of shape {e.shape} is off by {off:.3g} of {scale:.3g}")
     assert not wrong, "\n".join(wrong)
+
+
+def _with_more_rows(leaf: Any) -> Any:
+    """Return a leaf of the batch with two more rows, along its last dim but one if it has several."""
+    axis = max(np.ndim(leaf) - 2, 0)
+    return np.concatenate([leaf, np.flip(leaf, axis)[*[slice(None)] * axis, :2]], axis) if np.ndim(leaf) else leaf
 
 
 def _moved(leaf: Any, m: int) -> Any:

@@ -95,7 +95,7 @@ class Source:
         self._write(*dice.shuffled(self._last))
         if is_tied:
             self._write(f"scores = jax.nn.log_softmax(x @ {table}.T)")
-            error = f'-jnp.mean(scores[jnp.arange({ROWS}), batch["labels"]])'
+            error = '-jnp.mean(scores[jnp.arange(len(x)), batch["labels"]])'
         else:
             error = f"jnp.mean((x @ {self._matrix()} - {self._fresh()}) ** 2)"
         self.has_aux = any("aux[" in line for line in self.lines)

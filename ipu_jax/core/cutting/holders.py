@@ -10,7 +10,7 @@ least is sent.
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -205,8 +205,7 @@ def cut_alike(trace: FunctionTrace, holders: Holders, like: FunctionTrace, cut: 
     Raises:
         ValueError: there is no such cut.
     """
-    kind_of = lambda op: getattr(op, "primitive", type(op))
-    if [*map(kind_of, trace.activations)] == [*map(kind_of, like.activations)]:
+    if _form(trace) == _form(like):
         same = {id(old): new for old, new in zip(like.activations, trace.activations, strict=True)}
         places = Places(trace, work_of(trace), Order([same[id(op)] for op in cut.operations]))
         found = places.cut_at(cut.ends[:-1], holders.ipus, marked=cut.marked)
@@ -215,6 +214,12 @@ def cut_alike(trace: FunctionTrace, holders: Holders, like: FunctionTrace, cut: 
         if all(own) and all(places.allowed[end - 1] for end in found.ends if 0 < end < len(found.operations)):
             return found
     return cut_along(trace, holders, state)
+
+
+def _form(trace: FunctionTrace) -> list[tuple[Any, list[int | None]]]:
+    """Return, per operation, what it is, and from which operations its inputs come."""
+    made = {v: t for t, op in enumerate(trace.activations) for v in op.outvars}
+    return [(getattr(op, "primitive", type(op)), [*map(made.get, variables(op.invars))]) for op in trace.activations]
 
 
 def cut_along(trace: FunctionTrace, holders: Holders, state: Tree) -> Cut:

@@ -299,6 +299,26 @@ def test_operations_that_are_alike_can_read_other_weights():
     assert largest_relative_error((found, pipeline.unshard(gradients)), (expected, of_loss)) < 1e-6
 
 
+def test_operations_that_are_alike_can_follow_from_others():
+    """Two towers; what has no weights follows from the first layer, or in longer rows from the second."""
+
+    def loss(params, x):
+        first = jnp.tanh(x @ params["a"])
+        second = jnp.tanh(first @ params["b"])
+        free = first if x.shape[1] < 40 else second
+        for _ in range(4):
+            free = jnp.tanh(free @ free.swapaxes(1, 2)) @ free / 50
+        tower = jnp.tanh(jnp.tanh(x[:, ::-1] @ params["a"]) @ params["b"])
+        return jnp.mean((second * tower + free) ** 2)
+
+    params = {"a": normal((D, D)), "b": normal((D, D), seed=1)}
+    short, long = normal((M, 2, 32, D), seed=2), normal((M, 2, 48, D), seed=3)
+    pipeline = Pipeline.from_function(loss, params, short[0], ipus=2, gradient_accumulation=M)
+    expected, of_loss = jax.value_and_grad(lambda p: jnp.mean(jax.vmap(lambda x: loss(p, x))(long)))(params)
+    found, gradients = pipeline.value_and_grad(pipeline.shard(params), long)
+    assert largest_relative_error((found, pipeline.unshard(gradients)), (expected, of_loss)) < 1e-6
+
+
 def in_another_order(params, ids):
     """Run the layers backwards if rows are long."""
     layers = params["layers"][:: 1 if ids.shape[1] < 10 else -1]
