@@ -217,7 +217,7 @@ def cut_alike(trace: FunctionTrace, holders: Holders, like: FunctionTrace, cut: 
 
 
 def _form(trace: FunctionTrace) -> list[tuple[Any, list[int | None]]]:
-    """Return, per operation, what it is, and from which operations its inputs come."""
+    """Return the primitive of each operation, and the numbers of the operations that make its inputs."""
     made = {v: t for t, op in enumerate(trace.activations) for v in op.outvars}
     return [(getattr(op, "primitive", type(op)), [*map(made.get, variables(op.invars))]) for op in trace.activations]
 

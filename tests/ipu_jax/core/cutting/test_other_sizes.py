@@ -319,6 +319,28 @@ def test_operations_that_are_alike_can_follow_from_others():
     assert largest_relative_error((found, pipeline.unshard(gradients)), (expected, of_loss)) < 1e-6
 
 
+def test_a_copy_of_the_state_stays_in_a_stage_that_does_not_read_it_at_this_size():
+    def loss(params, state, x):
+        scale = 1 + state["calls"] / 9
+        y = jnp.tanh(x @ params["a"] * scale) @ params["b"]
+        return jnp.mean((y * (scale if len(x) < 5 else 1)) ** 2), {"calls": state["calls"] + 1}
+
+    params, rows = {"a": normal((D, D)), "b": normal((D, D), seed=1)}, normal((M, 6, D), seed=2)
+    options: Any = {"state": {"calls": jnp.zeros(())}, "ipus": 2, "gradient_accumulation": M}
+    pipeline = Pipeline.from_function(loss, params, rows[0, :4], **options)
+    placed, of_stages = pipeline.shard(params), pipeline.shard_state(options["state"])
+    assert {group.name for group in of_stages.layout.groups} == {"stage 0", "stage 1"}
+    state = options["state"]
+    for batch in (rows, rows[:, :4]):
+        losses = []
+        for x in batch:
+            value, state = loss(params, state, x)
+            losses.append(value)
+        found, _, of_stages = pipeline.value_and_grad(placed, batch, of_stages)
+        assert largest_relative_error(found, np.mean(losses)) < 1e-6
+    assert pipeline.unshard(of_stages)["calls"] == 2 * M
+
+
 def in_another_order(params, ids):
     """Run the layers backwards if rows are long."""
     layers = params["layers"][:: 1 if ids.shape[1] < 10 else -1]
